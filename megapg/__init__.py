@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from megapg.ownership.rebind import Rebound
     from megapg.ownership.session import Session
     from megapg.ownership.suspend_several import resume, suspend
+    from megapg.refit.exchange import Refit, RefitReport
+    from megapg.refit.llama import llama_names
+    from megapg.refit.moves import Part
+    from megapg.refit.slices import Slice, Slices, slices_of
     from megapg.rendezvous.shared_store import SharedStore
     from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
 
@@ -69,10 +73,15 @@ _HOMES = {
     "ParallelLayout": "megapg.layout",
     "ProcessGroup": "megapg.collection",
     "ProcessGroupCollection": "megapg.collection",
+    "Part": "megapg.refit.moves",
     "Rebound": "megapg.ownership.rebind",
+    "Refit": "megapg.refit.exchange",
+    "RefitReport": "megapg.refit.exchange",
     "RngState": "megapg.rng",
     "Session": "megapg.ownership.session",
     "SharedStore": "megapg.rendezvous.shared_store",
+    "Slice": "megapg.refit.slices",
+    "Slices": "megapg.refit.slices",
     "WarmUpReport": "megapg.communicators.warm_up",
     "allow_global_reads": "megapg.megatron",
     "capture_rng_state": "megapg.rng",
@@ -85,6 +94,7 @@ _HOMES = {
     "joint_group": "megapg.ownership.joint",
     "latest": "megapg.checkpoint.directory",
     "list_checkpoints": "megapg.checkpoint.directory",
+    "llama_names": "megapg.refit.llama",
     "load_checkpoint": "megapg.checkpoint.load",
     "open_sessions": "megapg.megatron",
     "published": "megapg.megatron",
@@ -94,6 +104,7 @@ _HOMES = {
     "save_checkpoint": "megapg.checkpoint.save",
     "seed_all": "megapg.rng",
     "session": "megapg.megatron",
+    "slices_of": "megapg.refit.slices",
     "suspend": "megapg.ownership.suspend_several",
     "to_megatron": "megapg.megatron",
     "was_passed": "megapg.megatron",
@@ -117,12 +128,17 @@ __all__ = [
     "MegapgError",
     "OffloadReport",
     "ParallelLayout",
+    "Part",
     "ProcessGroup",
     "ProcessGroupCollection",
     "Rebound",
+    "Refit",
+    "RefitReport",
     "RngState",
     "Session",
     "SharedStore",
+    "Slice",
+    "Slices",
     "WarmUpReport",
     "allow_global_reads",
     "capture_rng_state",
@@ -135,6 +151,7 @@ __all__ = [
     "joint_group",
     "latest",
     "list_checkpoints",
+    "llama_names",
     "load_checkpoint",
     "open_sessions",
     "published",
@@ -144,6 +161,7 @@ __all__ = [
     "save_checkpoint",
     "seed_all",
     "session",
+    "slices_of",
     "suspend",
     "to_megatron",
     "was_passed",
