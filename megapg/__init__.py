@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from megapg.ownership.session import Session
     from megapg.ownership.suspend_several import resume, suspend
     from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
+    from megapg.turns import Turn, on_session
 
 __version__ = "0.2.0"
 
@@ -67,6 +68,7 @@ _HOMES = {
     "Rebound": "megapg.ownership.rebind",
     "RngState": "megapg.rng",
     "Session": "megapg.ownership.session",
+    "Turn": "megapg.turns",
     "WarmUpReport": "megapg.communicators.warm_up",
     "allow_global_reads": "megapg.megatron",
     "capture_rng_state": "megapg.rng",
@@ -79,6 +81,7 @@ _HOMES = {
     "latest": "megapg.checkpoint.directory",
     "list_checkpoints": "megapg.checkpoint.directory",
     "load_checkpoint": "megapg.checkpoint.load",
+    "on_session": "megapg.turns",
     "open_sessions": "megapg.megatron",
     "published": "megapg.megatron",
     "resolve": "megapg.megatron",
@@ -113,6 +116,7 @@ __all__ = [
     "Rebound",
     "RngState",
     "Session",
+    "Turn",
     "WarmUpReport",
     "allow_global_reads",
     "capture_rng_state",
@@ -125,6 +129,7 @@ __all__ = [
     "latest",
     "list_checkpoints",
     "load_checkpoint",
+    "on_session",
     "open_sessions",
     "published",
     "resolve",

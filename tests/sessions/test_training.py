@@ -15,7 +15,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from resuming import distributed, sizes, training
 from stepwise import TEXT, build, step, weights
 
@@ -167,26 +166,6 @@ TENSOR_PARALLEL = replace(SHORT, tp=2, recompute=True)
 PIPELINED = replace(SHORT, pp=2, seed=4321, recompute=True, **EXPERTS)
 
 
-class RandomStreams:
-    """The random state of one model, of which Megatron-core keeps one per process.
-
-    It consists of Megatron-core's tracker for dropout and initialisation, and of torch's own
-    generator (on a GPU also torch.cuda's). A program with two models swaps this state along with
-    the groups.
-    """
-
-    def __init__(self):
-        self.kept = None
-
-    @contextmanager
-    def in_use(self):
-        if self.kept is not None:
-            torch.set_rng_state(self.kept[0])
-            get_cuda_rng_tracker().set_states(self.kept[1])
-        yield
-        self.kept = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
-
-
 def steps_of(run):
     """Run ``megapg.demo.gpt.train`` on the globals step by step; yield the weights at the end."""
     job = build(run)
@@ -208,12 +187,11 @@ def two_models():
         megapg.session(name="first", timeout=60, **sizes(runs[0])) as first,
         megapg.session(name="second", timeout=60, **sizes(runs[1])) as second,
     ):
-        groups = [first.groups, second.groups]
-        streams = [RandomStreams(), RandomStreams()]
+        turns = [megapg.Turn(first), megapg.Turn(second)]
         models = [steps_of(run) for run in runs]
         for _ in range(1 + runs[0].steps + 1):
             for which in (0, 1):
-                with published(groups[which]), streams[which].in_use():
+                with turns[which]:
                     told[which].append(next(models[which]))
             assert not parallel_state.is_initialized()
     after = state()
