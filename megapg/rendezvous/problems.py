@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 THE_STORE = -1
 # Reported by a rank that closed its groups alone, without an error. No rank need wait for it.
 ALONE = "ended its groups alone"
+# A message lists as many ranks.
+LISTED = 8
 
 
 def told(problems: Mapping[int, str]) -> str:
@@ -19,10 +21,10 @@ def told(problems: Mapping[int, str]) -> str:
 
 
 def listed(lines: Iterable[str]) -> str:
-    """Join the first eight lines, and say how many more there are."""
+    """Join the first lines, and say how many more there are."""
     lines = list(lines)
-    more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
-    return "; ".join(lines[:8]) + more
+    more = f"; and {len(lines) - LISTED} more" if len(lines) > LISTED else ""
+    return "; ".join(lines[:LISTED]) + more
 
 
 def culprits(problems: Mapping[int, str]) -> list[int]:
