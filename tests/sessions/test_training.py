@@ -5,21 +5,18 @@ answers, and ``parallel_state`` is never initialised.
 """
 
 import math
-import os
 import re
 import warnings
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
+from on_globals import on_globals
 from resuming import distributed, sizes, training
 from stepwise import TEXT, build, step, weights
 
 import megapg
-from megapg import torch_private
 from megapg.demo import gpt
 from megapg.demo.job import GPTRun
 from megapg.errors import WrongGroupError
@@ -53,34 +50,6 @@ RUNS = {
 
 def state():
     return {n: v for n, v in vars(parallel_state).items() if re.match(r"_[A-Z]", n)}
-
-
-@contextmanager
-def on_globals(run, name):
-    """Create WORLD and ``parallel_state`` as a program without megapg does."""
-    warnings.simplefilter("ignore")  # Megatron-core warns about features that a CPU lacks
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(name, store),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=run.tp,
-        pipeline_model_parallel_size=run.pp,
-        virtual_pipeline_model_parallel_size=run.vpp,
-        expert_model_parallel_size=run.ep,
-        expert_tensor_parallel_size=run.expt_tp,
-        create_gloo_process_groups=False,
-    )
-    with megatron_on_cpu():
-        yield
-    parallel_state.destroy_model_parallel()
-    for group in torch_private.known_groups():  # otherwise torch sometimes hangs or aborts
-        torch_private.part_in_peace(group)
-    del group
-    dist.destroy_process_group()
 
 
 def train_on_globals(run, name):
