@@ -10,7 +10,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megapg.errors import RendezvousError
+from megapg import torch_private
+from megapg.errors import LaunchError, RendezvousError
 from megapg.launch import Launch
 from megapg.rendezvous.bounded import bounded
 from megapg.rendezvous.store import Host, Store, StoreError
@@ -19,6 +20,8 @@ from megapg.rendezvous.store import Host, Store, StoreError
 # different times, so the host must keep the store until its process exits. Hosting another store on
 # the same port would race with the first.
 _STORES: dict[tuple[str, int], Store] = {}
+
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 # Seconds that torch may go on connecting after this module gave up. Between two tries, torch pauses
 # for a random time of up to three seconds.
@@ -34,6 +37,7 @@ def job_store(launch: Launch, timeout: float) -> Store:
 
     Raises:
         RendezvousError: the store can't be hosted, or reached.
+        LaunchError: the socket of the launch is not this process's.
     """
     if not launch.address:
         return Store(dist.HashStore(), Host("this process's own store", launch.rank, here=True))
@@ -42,6 +46,8 @@ def job_store(launch: Launch, timeout: float) -> Store:
         del _STORES[place]  # its host died: connect to the new host
     if place not in _STORES:
         hosting = launch.rank == 0 and not launch.hosted
+        if hosting and launch.socket is not None:
+            _check_socket(launch, launch.socket)
         try:
             opened = _connect(launch, hosting, deadline)
         except (RuntimeError, TimeoutError) as error:  # older releases do not raise a DistError
@@ -102,6 +108,7 @@ def _connect(launch: Launch, hosting: bool, deadline: float) -> dist.Store:
     store whose host is frozen.
     """
     timeout = max(deadline - time.monotonic(), 0.1)
+    bound = launch.socket if hosting else None
     if not hosting:
         _await_listener(launch, deadline)
 
@@ -113,11 +120,28 @@ def _connect(launch: Launch, hosting: bool, deadline: float) -> dist.Store:
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
             multi_tenant=True,
-            master_listen_fd=launch.socket if hosting else None,
+            master_listen_fd=bound,
+            use_libuv=bound is None or torch_private.libuv_takes_a_socket(),
         )
 
     latest = max(deadline, time.monotonic()) + 1.0
     return bounded(connect, latest, name="megapg store", at_exit=_STILL_CONNECTING)
+
+
+def _check_socket(launch: Launch, descriptor: int) -> None:
+    """Raise a LaunchError if the descriptor is no socket that is bound to the launch's port."""
+    with contextlib.suppress(OSError):
+        known = socket.socket(fileno=descriptor)
+        try:
+            if known.family in _INTERNET and known.getsockname()[1] == launch.port:
+                return
+        finally:
+            known.detach()
+    raise LaunchError(
+        f"rank {launch.rank}: socket={descriptor} of launch= is not bound to port {launch.port} in "
+        "this process. The launch was made for another process, which may have been restarted: "
+        "make new launches for all ranks."
+    )
 
 
 def _await_listener(launch: Launch, deadline: float) -> None:
