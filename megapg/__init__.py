@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from megapg.refit.slices import Slice, Slices, slices_of
     from megapg.rendezvous.shared_store import SharedStore
     from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
+    from megapg.turns import Turn, on_session
 
 __version__ = "0.2.0"
 
@@ -82,6 +83,7 @@ _HOMES = {
     "SharedStore": "megapg.rendezvous.shared_store",
     "Slice": "megapg.refit.slices",
     "Slices": "megapg.refit.slices",
+    "Turn": "megapg.turns",
     "WarmUpReport": "megapg.communicators.warm_up",
     "allow_global_reads": "megapg.megatron",
     "capture_rng_state": "megapg.rng",
@@ -96,6 +98,7 @@ _HOMES = {
     "list_checkpoints": "megapg.checkpoint.directory",
     "llama_names": "megapg.refit.llama",
     "load_checkpoint": "megapg.checkpoint.load",
+    "on_session": "megapg.turns",
     "open_sessions": "megapg.megatron",
     "published": "megapg.megatron",
     "resolve": "megapg.megatron",
@@ -139,6 +142,7 @@ __all__ = [
     "SharedStore",
     "Slice",
     "Slices",
+    "Turn",
     "WarmUpReport",
     "allow_global_reads",
     "capture_rng_state",
@@ -153,6 +157,7 @@ __all__ = [
     "list_checkpoints",
     "llama_names",
     "load_checkpoint",
+    "on_session",
     "open_sessions",
     "published",
     "resolve",

@@ -167,18 +167,40 @@ def fork_rng() -> Iterator[None]:
     Raises:
         UnsupportedVersionError: Megatron-core is not installed.
     """
-    tracker = _tracker()
-    record, streams, seeds = _captured(), dict(tracker.get_states()), set(tracker.seeds_)
+    before = _Streams()
     try:
         yield
     finally:
-        # Restore the same objects, not only their states: CUDA graphs are bound to generators.
-        if streams:
-            tracker.set_states(streams)
-        else:
-            tracker.reset()
-        tracker.seeds_ = seeds
-        _put_back(record)
+        before.put_back()
+
+
+class RandomStreams:
+    """The random streams of one model in a process that has several models.
+
+    Megatron-core has one set of streams in a process. If two models share the set, each draws other
+    numbers than it draws alone.
+    """
+
+    def __init__(self) -> None:
+        self._kept: _Streams | None = None
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Context in which these streams are the process's. Blocks of one object do not nest.
+
+        The first block begins with the process's streams, and its code seeds them. A later block
+        continues where the last one ended. Each block restores the process's streams at its end.
+
+        Raises:
+            UnsupportedVersionError: Megatron-core is not installed.
+        """
+        with fork_rng():
+            if self._kept is not None:
+                self._kept.put_back()
+            try:
+                yield
+            finally:
+                self._kept = _Streams()
 
 
 # -- for the checkpoint ------------------------------------------------------------------------
@@ -273,6 +295,25 @@ def _try(owner: str, what: str, put: Callable[..., object], state: object) -> No
 
 
 # -- live streams ------------------------------------------------------------------------------
+
+
+class _Streams:
+    """Every stream of this process, as found when the object is made."""
+
+    def __init__(self) -> None:
+        tracker = _tracker()
+        self._record = _captured()
+        self._tracked, self._seeds = dict(tracker.get_states()), set(tracker.seeds_)
+
+    def put_back(self) -> None:
+        tracker = _tracker()
+        # Restore the same objects, not only their states: CUDA graphs are bound to generators.
+        if self._tracked:
+            tracker.set_states(self._tracked)
+        else:
+            tracker.reset()
+        tracker.seeds_ = set(self._seeds)
+        _put_back(self._record)
 
 
 def _captured() -> RngState:

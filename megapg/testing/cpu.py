@@ -315,8 +315,10 @@ def _device(*args: Any, **kwargs: Any) -> Any:
     """Return ``torch.device()``, with the CPU for ``f"cuda:{torch.cuda.current_device()}"``.
 
     mcore_fsdp_adapter.py and megatron_fsdp.py write that; the CPU is the current device here.
+    ROLL's code for a CPU writes "cpu" in place of "cuda".
     """
-    return torch.device(*("cpu" if each == "cuda:cpu" else each for each in args), **kwargs)
+    current = ("cuda:cpu", "cpu:cpu")
+    return torch.device(*("cpu" if each in current else each for each in args), **kwargs)
 
 
 _SPECIAL: Mapping[Any, Callable[..., Any]] = {

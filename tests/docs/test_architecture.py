@@ -43,6 +43,7 @@ FLOORS = {
     "rng": (6, 5),
     "checkpoint": (7, 6),
     "refit": (8, 7),
+    "turns": (7, 6),
     "testing": (9, 9),
     "demo": (9, 9),
     "doctor": (9, 9),

@@ -5,22 +5,18 @@ answers, and ``parallel_state`` is never initialised.
 """
 
 import math
-import os
 import re
 import warnings
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from on_globals import on_globals
 from resuming import distributed, sizes, training
 from stepwise import TEXT, build, step, weights
 
 import megapg
-from megapg import torch_private
 from megapg.demo import gpt
 from megapg.demo.job import GPTRun
 from megapg.errors import WrongGroupError
@@ -54,34 +50,6 @@ RUNS = {
 
 def state():
     return {n: v for n, v in vars(parallel_state).items() if re.match(r"_[A-Z]", n)}
-
-
-@contextmanager
-def on_globals(run, name):
-    """Create WORLD and ``parallel_state`` as a program without megapg does."""
-    warnings.simplefilter("ignore")  # Megatron-core warns about features that a CPU lacks
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    dist.init_process_group(
-        "gloo",
-        store=dist.PrefixStore(name, store),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-    )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=run.tp,
-        pipeline_model_parallel_size=run.pp,
-        virtual_pipeline_model_parallel_size=run.vpp,
-        expert_model_parallel_size=run.ep,
-        expert_tensor_parallel_size=run.expt_tp,
-        create_gloo_process_groups=False,
-    )
-    with megatron_on_cpu():
-        yield
-    parallel_state.destroy_model_parallel()
-    for group in torch_private.known_groups():  # otherwise torch sometimes hangs or aborts
-        torch_private.part_in_peace(group)
-    del group
-    dist.destroy_process_group()
 
 
 def train_on_globals(run, name):
@@ -167,26 +135,6 @@ TENSOR_PARALLEL = replace(SHORT, tp=2, recompute=True)
 PIPELINED = replace(SHORT, pp=2, seed=4321, recompute=True, **EXPERTS)
 
 
-class RandomStreams:
-    """The random state of one model, of which Megatron-core keeps one per process.
-
-    It consists of Megatron-core's tracker for dropout and initialisation, and of torch's own
-    generator (on a GPU also torch.cuda's). A program with two models swaps this state along with
-    the groups.
-    """
-
-    def __init__(self):
-        self.kept = None
-
-    @contextmanager
-    def in_use(self):
-        if self.kept is not None:
-            torch.set_rng_state(self.kept[0])
-            get_cuda_rng_tracker().set_states(self.kept[1])
-        yield
-        self.kept = torch.get_rng_state(), get_cuda_rng_tracker().get_states()
-
-
 def steps_of(run):
     """Run ``megapg.demo.gpt.train`` on the globals step by step; yield the weights at the end."""
     job = build(run)
@@ -208,12 +156,11 @@ def two_models():
         megapg.session(name="first", timeout=60, **sizes(runs[0])) as first,
         megapg.session(name="second", timeout=60, **sizes(runs[1])) as second,
     ):
-        groups = [first.groups, second.groups]
-        streams = [RandomStreams(), RandomStreams()]
+        turns = [megapg.Turn(first), megapg.Turn(second)]
         models = [steps_of(run) for run in runs]
         for _ in range(1 + runs[0].steps + 1):
             for which in (0, 1):
-                with published(groups[which]), streams[which].in_use():
+                with turns[which]:
                     told[which].append(next(models[which]))
             assert not parallel_state.is_initialized()
     after = state()
