@@ -40,11 +40,13 @@ if TYPE_CHECKING:
         to_megatron,
         was_passed,
     )
+    from megapg.ownership.joint import Invitation, JointGroup, joint_group
     from megapg.ownership.offload import OffloadReport
     from megapg.ownership.opening import LayoutSizes
     from megapg.ownership.rebind import Rebound
     from megapg.ownership.session import Session
     from megapg.ownership.suspend_several import resume, suspend
+    from megapg.rendezvous.connect import SharedStore
     from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
 
 __version__ = "0.2.0"
@@ -55,6 +57,8 @@ _HOMES = {
     "CommunicatorOptions": "megapg.communicators.options",
     "Launch": "megapg.launch",
     "HealthReport": "megapg.communicators.warm_up",
+    "Invitation": "megapg.ownership.joint",
+    "JointGroup": "megapg.ownership.joint",
     "LayoutSizes": "megapg.ownership.opening",
     "Lease": "megapg.collection",
     "LeaseState": "megapg.collection",
@@ -67,6 +71,7 @@ _HOMES = {
     "Rebound": "megapg.ownership.rebind",
     "RngState": "megapg.rng",
     "Session": "megapg.ownership.session",
+    "SharedStore": "megapg.rendezvous.connect",
     "WarmUpReport": "megapg.communicators.warm_up",
     "allow_global_reads": "megapg.megatron",
     "capture_rng_state": "megapg.rng",
@@ -76,6 +81,7 @@ _HOMES = {
     "from_parallel_state": "megapg.megatron",
     "groups_of": "megapg.megatron",
     "guard": "megapg.megatron",
+    "joint_group": "megapg.ownership.joint",
     "latest": "megapg.checkpoint.directory",
     "list_checkpoints": "megapg.checkpoint.directory",
     "load_checkpoint": "megapg.checkpoint.load",
@@ -100,6 +106,8 @@ __all__ = [
     "CheckpointSave",
     "CommunicatorOptions",
     "HealthReport",
+    "Invitation",
+    "JointGroup",
     "Launch",
     "LayoutSizes",
     "Lease",
@@ -113,6 +121,7 @@ __all__ = [
     "Rebound",
     "RngState",
     "Session",
+    "SharedStore",
     "WarmUpReport",
     "allow_global_reads",
     "capture_rng_state",
@@ -122,6 +131,7 @@ __all__ = [
     "from_parallel_state",
     "groups_of",
     "guard",
+    "joint_group",
     "latest",
     "list_checkpoints",
     "load_checkpoint",

@@ -12,6 +12,7 @@ from megapg.communicators.backends import backend_for
 from megapg.communicators.plan import Communicator, Family
 from megapg.communicators.world import World, scoped_environment
 from megapg.errors import TeardownError
+from megapg.rendezvous.store import Store
 
 _OURS = "megapg/"
 
@@ -105,6 +106,31 @@ def make(
     if backend_for(world.backend).alone:
         return making()
     return world.store.lend(making, within, f"making process groups ({prefix})", undo=_abort)
+
+
+def make_apart(
+    wanted: torch_private.NewGroup, rank: int, store: Store, *, lazily: bool, within: float
+) -> dist.ProcessGroup:
+    """Create a group whose ranks are not WORLD's. Only its members call this.
+
+    Args:
+        wanted: the group. Its ranks count from 0.
+        rank: the rank of this process in the group.
+        store: shared by the members.
+        lazily: True to connect at first use, if the backend can. It must be equal on all members.
+        within: time limit in seconds.
+
+    Raises:
+        RendezvousError: the time limit has passed.
+    """
+    row = backend_for(wanted.backend)
+
+    def making() -> dist.ProcessGroup:
+        with scoped_environment(row.creation_environment if lazily else {}):
+            return torch_private.new_group_apart(wanted, rank, store.torch)
+
+    doing = f"making the group {wanted.name}"
+    return store.lend(making, within, doing, undo=lambda group: end([(None, group)], abort=True))
 
 
 def _abort(made: Mapping[Communicator, dist.ProcessGroup]) -> None:

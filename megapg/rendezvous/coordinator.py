@@ -137,7 +137,9 @@ class Coordinator(Rendezvous):
             else:
                 others[rank] = f"{self._hellos.where(rank)} did not come within {timeout:g} s"
         if others:
-            lines = listed(f"rank {rank}{text}" for rank, text in sorted(others.items()))
+            lines = listed(
+                f"{self._hellos.names.one(rank)}{text}" for rank, text in sorted(others.items())
+            )
             blamed = {rank for rank in others if not of_a_communicator(left.get(rank, ""))}
             raise RendezvousError(
                 f"{self._name!r}, {topic}: {lines}. Every rank must "

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from megapg.rendezvous.hello import STAY, Hello, Hellos
-from megapg.rendezvous.problems import ALONE, THE_STORE, brief
+from megapg.rendezvous.problems import ALONE, LISTED, THE_STORE, RankNames, brief
 from megapg.rendezvous.store import Store, StoreError, batches
 
 # Seconds that a follower waits for the leader beyond the deadline, as the leader's error says more.
@@ -21,6 +21,8 @@ PAUSE = 0.05
 LARGE = 64
 # With more ranks than this, a single follower reads the texts of all ranks if the leader is silent.
 MANY = 1_024
+# Reported for a rank that did not come to the end of the meeting.
+_SILENT = "did not answer"
 
 
 class Gathering:
@@ -32,13 +34,20 @@ class Gathering:
         rank: this rank.
         ranks: all ranks, in the same order on each.
         hosts: rank -> the host it runs on, for the messages; empty if unknown.
+        names: the names of ranks in messages.
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, ranks: Sequence[int], hosts: Sequence[str]
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        hosts: Sequence[str],
+        names: RankNames,
     ) -> None:
         self._store, self._name, self._rank, self._ranks = store, name, rank, ranks
-        self._hellos = Hellos(store, name, rank, ranks, hosts)
+        self._hellos = Hellos(store, name, rank, ranks, hosts, names)
         self._leading = rank == ranks[0]
         self._said: set[str] = set()  # keys that this rank deletes at the end
 
@@ -165,7 +174,7 @@ class Gathering:
         deadline = time.monotonic() + (timeout if problem is None else 0.0)
         try:
             with self._until_then(deadline):
-                problems = self._take_leave(problem, deadline)
+                problems = self._located(self._take_leave(problem, deadline))
                 if problems:
                     # This process may host the store and exit next. Other ranks may not have failed
                     # yet, and need the store to find out which rank is to blame.
@@ -199,7 +208,7 @@ class Gathering:
                 problems |= self._answers(bye, self._ranks, "")
                 self._settle(f"{bye}/all", problems)
         else:
-            problems = self._gather(bye, deadline, "did not answer", leader_only=True)
+            problems = self._gather(bye, deadline, _SILENT, leader_only=True)
             if not self._leading:
                 # Before the leader exits, and perhaps the store with it. The leader deletes the
                 # keys.
@@ -266,16 +275,29 @@ class Gathering:
 
     def _silence(self, ranks: Sequence[int]) -> dict[int, str]:
         return {
-            rank: "not a word"
-            + (f" (process {hello.pid} on {hello.host})" if hello else "")
-            + ": killed, stuck, or still at work"
+            rank: f"not a word{_process(hello)}: killed, stuck, or still at work"
             for rank, hello in self._hellos.of_all(ranks).items()
         }
+
+    def _located(self, problems: dict[int, str]) -> dict[int, str]:
+        """Add the host to ranks that did not answer, to as many as a message lists.
+
+        Each rank reads the hosts itself: the leader's result stays short if many are silent.
+        """
+        silent = [rank for rank, said in problems.items() if said == _SILENT][:LISTED]
+        with contextlib.suppress(StoreError):
+            hellos = self._hellos.of_all(silent)
+            return problems | {rank: _SILENT + _process(hellos[rank]) for rank in silent}
+        return problems
 
     def _lost(self, error: StoreError) -> dict[int, str]:
         """Return rank that hosts the store -> why the store is gone."""
         host = self._store.host.rank
         return {THE_STORE if host is None else host: error.reason}
+
+
+def _process(hello: Hello | None) -> str:
+    return f" (process {hello.pid} on {hello.host})" if hello else ""
 
 
 def by_word(said: Mapping[int, str]) -> str:

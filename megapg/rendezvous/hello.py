@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from megapg.errors import RendezvousError, SessionError
-from megapg.rendezvous.problems import brief, listed
+from megapg.rendezvous.problems import BY_NUMBER, RankNames, brief, listed
 from megapg.rendezvous.store import Store, StoreError
 
 # Seconds for which the host of the store keeps it up at exit after a failure.
@@ -66,13 +66,20 @@ class Hellos:
 
     Attributes:
         mine: the hello of this rank.
+        names: the names of ranks in messages.
     """
 
     def __init__(
-        self, store: Store, name: str, rank: int, ranks: Sequence[int], hosts: Sequence[str]
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        hosts: Sequence[str],
+        names: RankNames = BY_NUMBER,
     ) -> None:
         self._store, self._name, self._rank = store, name, rank
-        self._ranks, self._hosts = ranks, hosts
+        self._ranks, self._hosts, self.names = ranks, hosts, names
         self.mine = Hello(
             "new",
             secrets.token_hex(8),
@@ -134,9 +141,9 @@ class Hellos:
     def refuse_twin(self, other: Hello) -> RendezvousError:
         """Report to all ranks that another process took this rank's number. Return the error."""
         error = RendezvousError(
-            f"{self._name!r}: two processes came as rank {self._rank}: process {other.pid} on "
-            f"{other.host}, and process {self.mine.pid} on {self.mine.host}. Give each process "
-            "a rank of its own (RANK, or rank= of its launch=).",
+            f"{self._name!r}: two processes came as {self.names.one(self._rank)}: process "
+            f"{other.pid} on {other.host}, and process {self.mine.pid} on {self.mine.host}. Give "
+            "each process a rank of its own (RANK, or rank= of its launch=).",
             (self._rank,),
         )
         if other.state != "live":  # otherwise no rank waits
@@ -167,9 +174,9 @@ class Hellos:
         ours = self.mine.generation
         if rank != self._rank and hello and hello.state == "live" and hello.generation >= ours:
             raise SessionError(
-                f"{self._name!r}: rank {self._rank} would open generation {ours}, but rank "
-                f"{rank} on {hello.host} is live in generation {hello.generation}. Close it on "
-                "every rank and open it again together."
+                f"{self._name!r}: {self.names.one(self._rank)} would open generation {ours}, but "
+                f"{self.names.one(rank)} on {hello.host} is live in generation "
+                f"{hello.generation}. Close it on every rank and open it again together."
             )
 
     def missing(self, hellos: Mapping[int, Hello | None]) -> tuple[int, ...]:
@@ -185,7 +192,8 @@ class Hellos:
     def absence(self, missing: Sequence[int], hellos: Mapping[int, Hello | None]) -> str:
         """Describe the missing ranks and their last hellos."""
         lines = listed(
-            f"rank {rank}{self._where(rank, hello)} {hello.status() if hello else 'never arrived'}"
+            f"{self.names.one(rank)}{self._where(rank, hello)} "
+            f"{hello.status() if hello else 'never arrived'}"
             for rank in missing
             for hello in [hellos.get(rank)]
         )
@@ -200,9 +208,9 @@ class Hellos:
     def no_word(self, leader: int, hello: Hello | None) -> str:
         """Describe that the leader came and did not answer."""
         return (
-            f"{self._name!r}: rank {leader}{self._where(leader, hello)}, which leads, came and did "
-            "not answer in time. It may have come late, or wait for other ranks, which its error "
-            "names. Look at its log, or raise timeout= if it is only slow to start."
+            f"{self._name!r}: {self.names.one(leader)}{self._where(leader, hello)}, which leads, "
+            "came and did not answer in time. It may have come late, or wait for other ranks, "
+            "which its error names. Look at its log, or raise timeout= if it is only slow to start."
         )
 
     def where(self, rank: int) -> str:

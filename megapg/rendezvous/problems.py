@@ -2,27 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 # Stands for a rank in rank -> error: the store, if no rank hosts it.
 THE_STORE = -1
 # Reported by a rank that closed its groups alone, without an error. No rank need wait for it.
 ALONE = "ended its groups alone"
+# A message lists as many ranks.
+LISTED = 8
 
 
-def told(problems: Mapping[int, str]) -> str:
+class RankNames:
+    """The names of ranks in messages: ``rank 3``."""
+
+    def one(self, rank: int) -> str:
+        """Return the name of a rank."""
+        return f"rank {rank}"
+
+    def several(self, ranks: Sequence[int]) -> str:
+        """Return the names of ranks: the first eight, and whether there are more."""
+        more = " and more" if len(ranks) > 8 else ""
+        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"
+
+
+BY_NUMBER = RankNames()
+
+
+def told(problems: Mapping[int, str], names: RankNames = BY_NUMBER) -> str:
     """Format rank -> error for people."""
     return listed(
-        (text if rank == THE_STORE else f"rank {rank}: {text}").rstrip(".: ")
+        (text if rank == THE_STORE else f"{names.one(rank)}: {text}").rstrip(".: ")
         for rank, text in sorted(problems.items())
     )
 
 
 def listed(lines: Iterable[str]) -> str:
-    """Join the first eight lines, and say how many more there are."""
+    """Join the first lines, and say how many more there are."""
     lines = list(lines)
-    more = f"; and {len(lines) - 8} more" if len(lines) > 8 else ""
-    return "; ".join(lines[:8]) + more
+    more = f"; and {len(lines) - LISTED} more" if len(lines) > LISTED else ""
+    return "; ".join(lines[:LISTED]) + more
 
 
 def culprits(problems: Mapping[int, str]) -> list[int]:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
 from megapg.rendezvous.gathering import GRACE, LARGE, MANY, PAUSE, Gathering, by_rank, by_word
 from megapg.rendezvous.hello import CHANGES, STAY, Hello, Hellos, runs_here
-from megapg.rendezvous.problems import brief, told
+from megapg.rendezvous.problems import BY_NUMBER, RankNames, brief, told
 from megapg.rendezvous.store import Store, StoreError, batches
 from megapg.rendezvous.waiting import WaitingList
 
@@ -76,6 +76,7 @@ class Rendezvous(Gathering):
         rank: this rank.
         ranks: all ranks of the meeting, in the same order on each. The first one leads.
         hosts: rank -> the host it runs on, for the messages; empty if unknown.
+        names: the names of ranks in messages.
     """
 
     def __init__(
@@ -85,8 +86,9 @@ class Rendezvous(Gathering):
         rank: int,
         ranks: Sequence[int],
         hosts: Sequence[str] = (),
+        names: RankNames = BY_NUMBER,
     ) -> None:
-        super().__init__(store.view(f"megapg/{name}"), name, rank, ranks, hosts)
+        super().__init__(store.view(f"megapg/{name}"), name, rank, ranks, hosts, names)
         self._shared = store
         self._waiting = WaitingList(store, rank, name, ranks)
         self._look_again = 0.0
@@ -136,13 +138,17 @@ class Rendezvous(Gathering):
         *,
         timeout: float,
         telling: Mapping[str, bytes] | None = None,
-    ) -> None:
+    ) -> dict[int, str]:
         """Report that this rank's work after :meth:`meet` succeeded, or its error.
 
         Args:
             problem: the error of this rank, or None.
             timeout: seconds to wait for the other ranks.
             telling: key -> value, to write to the agreement's store for every rank to read.
+
+        Returns:
+            rank -> error, with ``problem`` and the ranks that did not confirm in time. Empty if
+            every rank succeeded.
 
         Raises:
             RendezvousError: another rank failed or has exited. Every remaining rank gets the error.
@@ -163,7 +169,8 @@ class Rendezvous(Gathering):
                 if problems and problem is None:
                     raise RendezvousError(
                         f"{self._name!r}: all ranks came, but not all could open: "
-                        f"{told(problems)}. Nothing stays open; look at the logs of those ranks.",
+                        f"{told(problems, self._hellos.names)}. Nothing stays open; look at the "
+                        "logs of those ranks.",
                         sorted(problems),
                     )
                 if twin is not None:
@@ -175,19 +182,24 @@ class Rendezvous(Gathering):
                 self._hellos.say(state="live")
             else:
                 self._hellos.leave("left", problem)
+        return problems
 
-    def give_up(self, error: BaseException, *, timeout: float) -> None:
+    def give_up(self, error: BaseException, *, timeout: float) -> dict[int, str]:
         """Report an error after :meth:`meet`, in whatever state this rank is.
 
         Args:
             error: the error.
             timeout: seconds to wait for the other ranks, if they wait for this one.
+
+        Returns:
+            rank -> error, as far as it is known.
         """
         with contextlib.suppress(RendezvousError):  # the store may be what failed
             if self._mine.state == "arrived":
-                self.confirm(error, timeout=timeout)
-            elif self._mine.state == "live":
-                self.part(error, timeout=timeout)
+                return self.confirm(error, timeout=timeout)
+            if self._mine.state == "live":
+                return self.part(error, timeout=timeout)
+        return {}
 
     def decline(self, error: BaseException) -> None:
         """Report that this rank will not come, and why, so that no rank waits for it."""
@@ -330,7 +342,9 @@ class Rendezvous(Gathering):
 
     def _mismatch(self, differences: Mapping[str, Mapping[int, str]]) -> _Verdict:
         said = {name: by_word(values) for name, values in differences.items()}
-        return _Verdict(problem=_mismatch(self._name, differences), differences=said)
+        return _Verdict(
+            problem=_mismatch(self._name, differences, self._hellos.names), differences=said
+        )
 
 
 class _Arrivals:
@@ -408,17 +422,13 @@ def _differences(hellos: Mapping[int, Hello]) -> dict[str, dict[int, str]]:
     return found
 
 
-def _mismatch(name: str, differences: Mapping[str, Mapping[int, str]]) -> str:
+def _mismatch(name: str, differences: Mapping[str, Mapping[int, str]], names: RankNames) -> str:
     lines = []
     for setting, values in differences.items():
-        by_value: dict[str, list[str]] = {}
+        by_value: dict[str, list[int]] = {}
         for rank, value in values.items():
-            by_value.setdefault(value, []).append(str(rank))
-        said = [
-            f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks[:8])}"
-            + (" and more" if len(ranks) > 8 else "")
-            for value, ranks in by_value.items()
-        ]
+            by_value.setdefault(value, []).append(rank)
+        said = [f"{value} on {names.several(ranks)}" for value, ranks in by_value.items()]
         lines.append(f"{setting} is {'; '.join(said)}")
     return (
         f"{name!r}: the ranks came with different settings: {'. '.join(lines)}. Give every rank "

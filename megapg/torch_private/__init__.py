@@ -120,6 +120,66 @@ def new_group(wanted: NewGroup, rank: int, store: dist.Store) -> dist.ProcessGro
     return group
 
 
+def new_group_apart(wanted: NewGroup, rank: int, store: dist.Store) -> dist.ProcessGroup:
+    """Create a group whose ranks are not WORLD's, as SGLang's ``init_custom_process_group`` does.
+
+    WORLD need not exist. torch takes the ranks of the group for global ranks, so ``src=`` and
+    ``dst=`` are ranks in the group. Only the members call this, and all of them pass the same name:
+    it is part of the keys in the store.
+
+    Args:
+        wanted: the group. Its ranks count from 0.
+        rank: the rank of this process in the group.
+        store: shared by the members.
+
+    Public: none.
+    """
+    with _world_unbound():
+        made = c10d._new_process_group_helper(
+            len(wanted.ranks),
+            rank,
+            [],
+            dist.Backend(wanted.backend),
+            store,
+            as_name(wanted.name),
+            backend_options=wanted.options,
+            timeout=wanted.timeout,
+            group_desc=wanted.description,
+        )
+    group = cast("dist.ProcessGroup", made[0])
+    c10d._world.pg_group_ranks[group] = wanted.places
+    part_in_peace(group)
+    return group
+
+
+def key_in_gloo(name: str, rank: int) -> str:
+    """Return the key under which a rank of :func:`new_group_apart` on gloo writes its address.
+
+    It is a key of the store that the members share.
+
+    Public: none.
+    """
+    return f"{name}//cpu//0/{rank}"
+
+
+@contextlib.contextmanager
+def _world_unbound() -> Iterator[None]:
+    """Context in which WORLD has no device, so that torch splits no communicator from it.
+
+    Public: none.
+    """
+    world = dist.group.WORLD
+    device = None if world is None else world.bound_device_id
+    if world is None or device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
 def part_in_peace(group: dist.ProcessGroup) -> None:
     """Have a gloo group's threads end after Python has released the group, wherever that happens.
 
@@ -327,7 +387,7 @@ def knows(group: dist.ProcessGroup) -> bool:
 def destroy(group: dist.ProcessGroup) -> None:
     """Destroy a group.
 
-    Public: ``dist.destroy_process_group``, which leaves an empty list under the tag of the group.
+    Public: ``dist.destroy_process_group``, which leaves empty lists under the tags of the group.
     """
     part_in_peace(group)
     with _tag_removed(group):
@@ -351,8 +411,9 @@ def abort(group: dist.ProcessGroup) -> None:
 def _tag_removed(group: dist.ProcessGroup) -> Iterator[None]:
     tag = c10d._world.pg_to_tag.get(group, "")
     yield
-    if not c10d._world.tags_to_pg.get(tag):
-        c10d._world.tags_to_pg.pop(tag, None)
+    for each in (tag, ""):  # torch lists each group under both
+        if not c10d._world.tags_to_pg.get(each):
+            c10d._world.tags_to_pg.pop(each, None)
 
 
 def call_off(group: dist.ProcessGroup) -> None:

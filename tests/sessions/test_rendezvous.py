@@ -7,6 +7,8 @@ that it simulates. Few ranks and many ranks use different code to find who has a
 from __future__ import annotations
 
 import json
+import os
+import socket
 from dataclasses import replace
 from functools import partial
 
@@ -474,7 +476,8 @@ def test_of_very_many_ranks_none_blames_who_came_if_the_leader_is_late(job, monk
 @any_rank
 def test_a_rank_that_does_not_part_is_named(job, who):
     ends = job.opened().each(lambda s: s._rank == who or part(s))
-    assert all(end == {who: "did not answer"} for r, end in enumerate(ends) if r != who)
+    silent = f"did not answer (process {os.getpid()} on {socket.gethostname()})"
+    assert all(end == {who: silent} for r, end in enumerate(ends) if r != who)
 
 
 @any_rank
