@@ -49,7 +49,7 @@ class Network:
     """
 
     def __init__(self, run: GPTRun, session: Session, forward_step: Callable[..., object]) -> None:
-        self.session = session
+        self._run, self.session = run, session
         pg = session.groups
         seed_all(run.seed, pg)
         self.chunks = build_chunks(run, pg, pg.pp)
@@ -70,10 +70,15 @@ class Network:
         return rebound
 
     def move(self, session: Session) -> Rebound:
-        """Leave a session that lost a rank for one that replaces it."""
+        """Leave a session that lost a rank for one that replaces it.
+
+        The model stays. All ranks build the optimizer, since its constructor is a collective.
+        """
         lost, self.session = self.session, session
         session.on_resume(lambda groups: self.rebind())
-        return self.rebind(of=lost)
+        rebound = self.rebind(of=lost)
+        self.optimizer = build_optimizer(self._run, self.chunks, session.groups)
+        return rebound
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[ProcessGroupCollection]:

@@ -31,7 +31,7 @@ class Dropped:
     """A rollout was killed, and the joint group went on without it."""
 
     step: int
-    members: tuple[str, ...]  # after each agreement, as text
+    members: tuple[str, ...]  # trainers and rollouts after each agreement until a new one came
     trainers_stayed: bool  # the same processes and sessions before and after
 
 
@@ -114,18 +114,15 @@ def _judge_dropped(dropped: Dropped | None) -> Row:
 
 
 def _judge_restarted(restarted: Restarted | None) -> Row:
-    claim = "a trainer was killed: Ray restarted it, sessions opened as a new generation"
+    claim = "a trainer was killed: Ray restarted it, the other one kept its model"
     if restarted is None:
         return Row(claim, False, "none was killed")
     victim = f"rank {restarted.rank}"
     rebound = [each.rebound for each in restarted.opened]
-    generations = {each.generations for each in restarted.opened}
     return Row(
         claim,
         restarted.new_process
         and victim in restarted.error
-        and len(generations) == 1
-        and min(*generations) > 1  # type: ignore
         and sorted(map(bool, rebound)) == [False, True],
         f"in step {restarted.step + 1}; the error named {victim}; "
         f"{max(rebound)} references rebound",

@@ -12,16 +12,19 @@ import logging
 import os
 import socket
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
 import megapg
 from megapg import errors
 from megapg.demo.job import GPTRun, library_text
 from megapg.launch import Launch
+from megapg.ownership.joint import JointGroup
 
 if TYPE_CHECKING:
     from megapg.demo.rl_models import Network, Sample
@@ -40,7 +43,9 @@ class Place:
 
 
 class _Worker:
-    """Base class of the workers: Megatron-core on the CPU."""
+    """Base class of the workers: Megatron-core on the CPU, and a part in the joint group."""
+
+    side: str  # of the joint group
 
     def __init__(self, run: GPTRun) -> None:
         warnings.simplefilter("ignore")  # Megatron-core's, about the CPU
@@ -48,6 +53,7 @@ class _Worker:
         from megapg.testing import megatron_on_cpu
 
         self._run = run
+        self._joint: JointGroup | None = None
         self._kit = contextlib.ExitStack()
         self._kit.enter_context(megatron_on_cpu())
 
@@ -57,7 +63,23 @@ class _Worker:
 
         return Place(os.getpid(), socket.gethostname(), ray.get_runtime_context().get_node_id())
 
-    def groups(self) -> int:
+    def join(self, store: str, sizes: Mapping[str, int], number: int) -> int:
+        """Agree on the members of the joint group, all at the same time. Return its generation."""
+        if self._joint is None:
+            self._joint = megapg.joint_group(
+                "weights",
+                side=self.side,
+                sizes=sizes,
+                rank=number,
+                store=store,
+                timeout=SOON,
+                collective_timeout=COLLECTIVES,
+            )
+        else:
+            self._joint.renew(sizes, rank=number)
+        return self._joint.generation
+
+    def _groups(self) -> int:
         """Return the number of torch's process groups in this process."""
         from megapg import torch_private
 
@@ -69,7 +91,7 @@ class _Worker:
 class Opened:
     """The sessions of a trainer that has just opened them."""
 
-    generations: tuple[int, ...]
+    process: int
     rebound: int  # references in its models that lead to the new groups; 0 in a new process
 
 
@@ -83,6 +105,8 @@ class Weights:
 
 class Trainer(_Worker):
     """A rank of the trainer, with an actor (``tp=2``) and a critic (``pp=2``)."""
+
+    side = "trainer"
 
     def __init__(self, run: GPTRun, directory: Path) -> None:
         super().__init__(run)
@@ -110,16 +134,24 @@ class Trainer(_Worker):
         if step:
             for network in self._networks:
                 network.load(self._directory / network.session.name, step)
-        return Opened((actor.generation, critic.generation), rebound)
+        return Opened(os.getpid(), rebound)
 
     def suspend(self) -> int:
-        """Suspend both sessions. Return the number of groups that are left."""
+        """Suspend both sessions. Return the number of their groups that are left."""
         megapg.suspend(*self._sessions)
-        return self.groups()
+        return self._groups() - 2  # WORLD and the joint group
 
     def resume(self) -> None:
         """Resume both sessions, with new groups in both models."""
         megapg.resume(*self._sessions)
+        for session in self._sessions:
+            session.warm_up()  # a gloo group that never connected is slow to notice a dead rank
+
+    def refit(self) -> None:
+        """Give the actor's weights to the rollouts."""
+        assert self._joint is not None
+        for _, weight in sorted(self._networks[0].whole().items()):
+            dist.broadcast(weight, group_src=0, group=self._joint.group)
 
     def train(self, samples: Sequence[Sample]) -> tuple[float, float, float]:
         """Train the actor and the critic for a step. Return their losses, and the mean reward."""
@@ -153,11 +185,12 @@ class Trainer(_Worker):
 
     def close(self) -> int:
         """Close all groups. Return the number of groups that are left."""
+        self._joint.close()
         for network in reversed(self._networks):
             network.let_go()
             network.session.close()
         self._networks.clear()
-        return self.groups()
+        return self._groups()
 
     @property
     def _sessions(self) -> tuple[megapg.Session, ...]:
@@ -166,6 +199,8 @@ class Trainer(_Worker):
 
 class Rollout(_Worker):
     """A worker that has the whole actor and generates samples."""
+
+    side = "rollout"
 
     def __init__(self, run: GPTRun) -> None:
         super().__init__(run)
@@ -179,12 +214,19 @@ class Rollout(_Worker):
         """Return samples of a step."""
         return self._writer.generate(step, numbers)
 
+    def refit(self) -> None:
+        """Take the actor's weights from the trainers."""
+        assert self._joint is not None
+        for _, weight in sorted(self._writer.model.named_parameters()):
+            dist.broadcast(weight.data, group_src=0, group=self._joint.group)
+
     def weights(self) -> str:
         """Return the digest of the weights."""
         return self._models.digest(dict(self._writer.model.named_parameters()))
 
     def close(self) -> int:
         """Close all groups. Return the number of groups that are left."""
+        self._joint.close()
         del self._writer
         self._session.close()
-        return self.groups()
+        return self._groups()
