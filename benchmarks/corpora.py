@@ -17,7 +17,12 @@ from megapg.migrate.config import Config, load_config, parse_versions
 CACHE = Path(__file__).parents[1] / ".corpora"
 
 # A wheel is only read, so any of these platforms will do.
-_ANY_LINUX = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux2014_x86_64")
+_ANY_LINUX = (
+    "manylinux_2_34_x86_64",
+    "manylinux_2_28_x86_64",
+    "manylinux_2_24_x86_64",
+    "manylinux2014_x86_64",
+)
 
 
 @dataclass(frozen=True)

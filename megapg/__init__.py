@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from megapg.ownership.rebind import Rebound
     from megapg.ownership.session import Session
     from megapg.ownership.suspend_several import resume, suspend
+    from megapg.refit.exchange import Refit, RefitReport
+    from megapg.refit.llama import llama_names
+    from megapg.refit.moves import Part
+    from megapg.refit.slices import Slice, Slices, slices_of
     from megapg.rendezvous.connect import SharedStore
     from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
 
@@ -68,10 +72,15 @@ _HOMES = {
     "ParallelLayout": "megapg.layout",
     "ProcessGroup": "megapg.collection",
     "ProcessGroupCollection": "megapg.collection",
+    "Part": "megapg.refit.moves",
     "Rebound": "megapg.ownership.rebind",
+    "Refit": "megapg.refit.exchange",
+    "RefitReport": "megapg.refit.exchange",
     "RngState": "megapg.rng",
     "Session": "megapg.ownership.session",
     "SharedStore": "megapg.rendezvous.connect",
+    "Slice": "megapg.refit.slices",
+    "Slices": "megapg.refit.slices",
     "WarmUpReport": "megapg.communicators.warm_up",
     "allow_global_reads": "megapg.megatron",
     "capture_rng_state": "megapg.rng",
@@ -84,6 +93,7 @@ _HOMES = {
     "joint_group": "megapg.ownership.joint",
     "latest": "megapg.checkpoint.directory",
     "list_checkpoints": "megapg.checkpoint.directory",
+    "llama_names": "megapg.refit.llama",
     "load_checkpoint": "megapg.checkpoint.load",
     "open_sessions": "megapg.megatron",
     "published": "megapg.megatron",
@@ -93,6 +103,7 @@ _HOMES = {
     "save_checkpoint": "megapg.checkpoint.save",
     "seed_all": "megapg.rng",
     "session": "megapg.megatron",
+    "slices_of": "megapg.refit.slices",
     "suspend": "megapg.ownership.suspend_several",
     "to_megatron": "megapg.megatron",
     "was_passed": "megapg.megatron",
@@ -116,12 +127,17 @@ __all__ = [
     "MegapgError",
     "OffloadReport",
     "ParallelLayout",
+    "Part",
     "ProcessGroup",
     "ProcessGroupCollection",
     "Rebound",
+    "Refit",
+    "RefitReport",
     "RngState",
     "Session",
     "SharedStore",
+    "Slice",
+    "Slices",
     "WarmUpReport",
     "allow_global_reads",
     "capture_rng_state",
@@ -134,6 +150,7 @@ __all__ = [
     "joint_group",
     "latest",
     "list_checkpoints",
+    "llama_names",
     "load_checkpoint",
     "open_sessions",
     "published",
@@ -143,6 +160,7 @@ __all__ = [
     "save_checkpoint",
     "seed_all",
     "session",
+    "slices_of",
     "suspend",
     "to_megatron",
     "was_passed",

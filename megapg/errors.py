@@ -222,6 +222,10 @@ class CheckpointSaveError(CheckpointError):
         self.problems = dict(problems or {})
 
 
+class RefitError(MegapgError, ValueError):
+    """Weights can't be moved into another layout, or another rank failed while they moved."""
+
+
 class ParityInputError(MegapgError, ValueError):
     """Layouts can't be compared: the layouts, the model or the step do not allow it."""
 

@@ -41,6 +41,7 @@ FLOORS = {
     "megatron": (5, 4),
     "rng": (6, 5),
     "checkpoint": (7, 6),
+    "refit": (8, 7),
     "testing": (9, 9),
     "demo": (9, 9),
     "doctor": (9, 9),
