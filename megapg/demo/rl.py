@@ -8,7 +8,7 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,8 +22,8 @@ from rich.table import Table
 
 import megapg.ray
 from megapg.demo.job import GPTRun
-from megapg.demo.rl_verdict import Left, Restarted, Story, judge_rl
-from megapg.demo.rl_workers import Opened, Place, Rollout, Trainer
+from megapg.demo.rl_verdict import Left, Refitted, Story, judge_rl
+from megapg.demo.rl_workers import Rollout, Trainer
 from megapg.demo.show import verdict_table
 from megapg.launch.environment import overridden
 from megapg.testing.agreement.entry import ON_CPUS
@@ -31,7 +31,7 @@ from megapg.testing.agreement.entry import ON_CPUS
 # Not tied: a restarted trainer builds its models alone.
 RUN = GPTRun(layers=2, seq_length=32, micro_batch_size=4, num_microbatches=2, steps=6, tied=False)
 WORKERS = 2  # trainers, and rollouts
-KILL_ROLLOUT, KILL_TRAINER = 1, 3  # in these steps
+KILL_ROLLOUT, ADMIT_ROLLOUT, KILL_TRAINER = 1, 3, 4  # in these steps
 VICTIM = 1  # of the workers of a job
 DEADLINE = 90.0  # seconds for one call on all workers
 NODE = {"num_cpus": WORKERS, "object_store_memory": 80 * 2**20, "include_dashboard": False}
@@ -62,13 +62,17 @@ def show_rl(console: Console) -> bool:
         stories = []
         for title, faults in (("without faults", False), ("with faults", True)):
             say(f"[bold]a run {title}[/]: starting {WORKERS} trainers and {WORKERS} rollouts")
-            with tempfile.TemporaryDirectory(prefix="megapg-demo-") as directory:
-                job = Job(say, Path(directory), ports)
+            with (
+                tempfile.TemporaryDirectory(prefix="megapg-demo-") as directory,
+                megapg.SharedStore() as store,
+            ):
+                ports.append(int(store.address.rpartition(":")[2]))
+                job = Job(say, Path(directory), store.address, ports)
                 if not faults:
                     console.print(job.picture())
                 stories.append(job.train(faults=faults))
         actors = len(ray.util.list_named_actors())
-    left = Left(actors, _alive(before), tuple(filter(_open, ports)))
+    left = Left(actors, _alive(before), sum(map(_listens, ports)))
     console.print(verdict_table(rows := list(judge_rl(*stories, left))))
     return all(row.held for row in rows)
 
@@ -108,24 +112,29 @@ class Job:
     Args:
         say: prints a line.
         directory: for checkpoints.
+        store: address of the store of the joint group.
         ports: gets the ports that this job uses.
     """
 
-    def __init__(self, say: Say, directory: Path, ports: list[int]) -> None:
-        self._say, self._ports = say, ports
+    def __init__(self, say: Say, directory: Path, store: str, ports: list[int]) -> None:
+        self._say, self._store, self._ports = say, store, ports
         self._story = Story()
         self._count = 0
+        self._changed = True  # members of the joint group, since the last agreement
+        self._new: ActorHandle | None = None  # a rollout that has not joined yet
         self._trainers = [self._start(Trainer, RUN, directory) for _ in range(WORKERS)]
         self._rollouts = [self._start(Rollout, RUN) for _ in range(WORKERS)]
-        self._places = _all([*self._trainers, *self._rollouts], "where")
+        self._processes = _all([*self._trainers, *self._rollouts], "process")
         self._open(0)
 
     def train(self, *, faults: bool) -> Story:
         """Train all steps, and close."""
         story = self._story
         for step in range(RUN.steps):
+            if faults and step == ADMIT_ROLLOUT:
+                self._admit()
             self._refit()
-            story.suspended.append(tuple(_all(self._trainers, "suspend")))
+            story.suspended += _all(self._trainers, "suspend")
             samples = self._generate(step, kill=faults and step == KILL_ROLLOUT)
             _all(self._trainers, "resume")
             if faults and step == KILL_TRAINER:
@@ -140,25 +149,21 @@ class Job:
                 f"critic loss {critic:.4f}, reward {reward:.2f}"
             )
         self._refit()
-        story.weights = _all(self._trainers, "weights")
-        story.groups_left = sum(_all([*self._trainers, *self._rollouts], "close"))
+        story.groups = sum(_all([*self._trainers, *self._rollouts], "close"))
         for actor in (*self._trainers, *self._rollouts):
             ray.kill(actor)
         return story
 
     def picture(self) -> Table:
         """Return a table of the workers: where they are, and what they have."""
-        table = Table("worker", "node", "process", "actor", "critic", "", title_justify="left")
-        nodes = list(dict.fromkeys(place.node for place in self._places))
-        for index, place in enumerate(self._places):
-            number = index % WORKERS
-            mine = (
-                (f"trainer {number}", f"tp rank {number} of 2", f"pp stage {number} of 2", "gives")
-                if index < WORKERS
-                else (f"rollout {number}", "whole", "", "takes")
-            )
-            where = str(nodes.index(place.node)), str(place.process)
-            table.add_row(mine[0], *where, *mine[1:])
+        table = Table("worker", "node", "process", "actor", "critic")
+        for index, process in enumerate(self._processes):
+            node, number = divmod(index, WORKERS)
+            kind, actor, critic = (
+                ("trainer", f"tp rank {number} of {WORKERS}", f"pp stage {number} of {WORKERS}"),
+                ("rollout", "whole, not trained", "none"),
+            )[node]
+            table.add_row(f"{kind} {number}", str(node), str(process), actor, critic)
         return table
 
     def _start(self, worker: type, *arguments: object) -> ActorHandle:
@@ -172,7 +177,7 @@ class Job:
         }
         return ray.remote(worker).options(**options).remote(*arguments)  # type: ignore[no-any-return]
 
-    def _open(self, step: int) -> list[Opened]:
+    def _open(self, step: int) -> list[int]:
         """Open the sessions of the trainers, at the checkpoint of a step."""
         launches = megapg.ray.launches(self._trainers)
         self._ports.append(launches[0].port)
@@ -180,50 +185,63 @@ class Job:
         return _results([trainer.open.remote(launch, step) for trainer, launch in pairs])
 
     def _refit(self) -> None:
-        """Bring the actor's weights to the rollouts, and compare digests."""
-        ours = _all(self._trainers, "weights")[0].actor
-        self._story.refits.append((ours, tuple(_all(self._rollouts, "weights"))))
+        """Move the actor's weights to the rollouts, and compare digests."""
+        sizes = {"trainer": len(self._trainers), "rollout": len(self._rollouts)}
+        if self._changed:
+            sides = chain(enumerate(self._trainers), enumerate(self._rollouts))
+            joined = [actor.join.remote(self._store, sizes, number) for number, actor in sides]
+            generation = _results(joined)[0]
+            self._say(f"joint group, generation {generation}: {_said(sizes)}")
+            self._changed = False
+        _all([*self._trainers, *self._rollouts], "refit")
+        trainers, rollouts = _all(self._trainers, "state"), _all(self._rollouts, "state")
+        self._story.refits.append(Refitted(tuple(trainers), tuple(rollouts)))
 
     def _generate(self, step: int, *, kill: bool) -> list[Any]:
-        """Return the samples of a step. A rollout that still lives takes over for one that died."""
+        """Return the samples of a step. The other rollouts take over for one that died."""
         share = RUN.micro_batch_size * RUN.num_microbatches // WORKERS
-        shares = [range(share * each, share * (each + 1)) for each in range(WORKERS)]
-        calls = [
-            rollout.generate.remote(step, list(numbers))
-            for rollout, numbers in zip(self._rollouts, shares, strict=True)
-        ]
-        if not kill:
-            return [*chain(*_results(calls))]
-        ray.kill(self._rollouts[VICTIM])
-        self._say(f"[yellow]rollout {VICTIM} is killed while it generates[/]")
-        parts = []
-        for call, numbers in zip(calls, shares, strict=True):
-            try:
-                parts.append(_results([call])[0])
-            except ray.exceptions.RayActorError:
-                parts += _all([self._rollouts[1 - VICTIM]], "generate", step, list(numbers))
-                self._say("the other rollout generates its samples; Ray starts a new one")
-        self._rollouts[VICTIM] = self._start(Rollout, RUN)
-        return [*chain(*parts)]
+        shares = [list(range(share * each, share * (each + 1))) for each in range(WORKERS)]
+
+        def ask(number: int) -> Any:
+            rollout = self._rollouts[number % len(self._rollouts)]
+            return rollout.generate.remote(step, shares[number])
+
+        calls = [ask(number) for number in range(WORKERS)]
+        if kill:
+            ray.kill(self._rollouts.pop(VICTIM))
+            self._say(f"[yellow]rollout {VICTIM} is killed while it generates[/]")
+            with contextlib.suppress(ray.exceptions.RayActorError):
+                _results(calls)
+            self._say("the other rollout generates its samples; a new one starts")
+            self._changed, self._new = True, self._start(Rollout, RUN)
+            calls = [ask(number) for number in range(WORKERS)]
+        return [*chain(*_results(calls))]
+
+    def _admit(self) -> None:
+        """Let the new rollout join at the next agreement."""
+        if self._new is not None:
+            _all([self._new], "process")
+            self._rollouts.append(self._new)
+            self._changed, self._new = True, None
 
     def _lose_a_trainer(self, step: int, samples: list[Any]) -> None:
         """Kill a trainer while it trains, and return to the last checkpoint."""
-        before = self._places[VICTIM].process
+        victim, other = self._trainers[VICTIM], self._trainers[1 - VICTIM]
         calls = [trainer.train.remote(samples) for trainer in self._trainers]
-        ray.kill(self._trainers[VICTIM], no_restart=False)
+        ray.kill(victim, no_restart=False)
         self._say(f"[yellow]trainer {VICTIM} is killed while it trains[/]")
         for call in calls:
             with contextlib.suppress(ray.exceptions.RayError):
                 _results([call])
-        (error,) = _all([self._trainers[1 - VICTIM]], "leave")
-        self._say(f"the other trainer's error: {error}")
-        after = _restarted(self._trainers[VICTIM])
-        opened = self._open(step)
+        (self._story.error,) = _all([other], "leave")
+        self._say(f"the other trainer: {self._story.error}")
+        _await_restart(victim)
+        self._story.rebound = self._open(step)[1 - VICTIM]
+        self._changed = True
         self._say(
-            f"Ray restarted it. Sessions open again: generation {opened[0].generations[0]}, "
-            f"{opened[1 - VICTIM].rebound} references rebound, checkpoint of step {step}"
+            f"Ray restarted it; both sessions open again, {self._story.rebound} references "
+            f"rebound, checkpoint of step {step} loaded"
         )
-        self._story.restarted = Restarted(step, VICTIM, error, after != before, tuple(opened))
 
 
 def _all(actors: Sequence[ActorHandle], method: str, *arguments: object) -> list[Any]:
@@ -235,18 +253,21 @@ def _results(calls: list[Any]) -> list[Any]:
     return ray.get(calls, timeout=DEADLINE)  # type: ignore[no-any-return]
 
 
-def _restarted(actor: ActorHandle) -> int:
-    """Wait until Ray has restarted an actor. Return its process."""
+def _said(sizes: Mapping[str, int]) -> str:
+    return " and ".join(f"{size} {side}s" for side, size in sizes.items())
+
+
+def _await_restart(actor: ActorHandle) -> None:
+    """Wait until Ray has restarted an actor that was killed."""
     until = time.monotonic() + DEADLINE
     while True:
         try:
-            place: Place = _all([actor], "where")[0]
+            _all([actor], "process")
+            return
         except ray.exceptions.RayActorError:
             if time.monotonic() > until:
                 raise
             time.sleep(0.2)
-        else:
-            return place.process
 
 
 def _children() -> set[psutil.Process]:
@@ -259,7 +280,7 @@ def _alive(before: set[psutil.Process]) -> int:
     return len(alive)
 
 
-def _open(port: int) -> bool:
+def _listens(port: int) -> bool:
     """True if a process listens on the port."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -1,99 +1,76 @@
-"""The verdict of ``megapg demo rl``, from the stories of a run without faults and one with them."""
+"""The verdict of ``megapg demo rl``. Every row is computed from the reports of the workers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from megapg.demo.rl_workers import Opened, Weights
+from megapg.demo.rl_workers import State
 from megapg.demo.verdict import Row
+
+
+@dataclass(frozen=True)
+class Refitted:
+    """The workers after a refit, in the order of their ranks."""
+
+    trainers: tuple[State, ...]
+    rollouts: tuple[State, ...]
 
 
 @dataclass
 class Story:
-    """What happened in one run."""
+    """The reports of one run."""
 
-    losses: list[tuple[float, float]] = field(default_factory=list)  # of actor and critic, by step
-    refits: list[tuple[str, tuple[str, ...]]] = field(
-        default_factory=list
-    )  # by step: digests of the trainer's, the rollouts'
-    suspended: list[tuple[int, ...]] = field(
-        default_factory=list
-    )  # by step: groups of each trainer while the rollouts generate
-    weights: list[Weights] = field(default_factory=list)  # at the end, by trainer
-    groups_left: int = -1  # in all workers, after they closed; -1 until then
-    dropped: Dropped | None = None
-    restarted: Restarted | None = None
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """A rollout was killed, and the joint group went on without it."""
-
-    step: int
-    members: tuple[str, ...]  # trainers and rollouts after each agreement until a new one came
-    trainers_stayed: bool  # the same processes and sessions before and after
-
-
-@dataclass(frozen=True)
-class Restarted:
-    """A trainer was killed, and Ray restarted it."""
-
-    step: int
-    rank: int
-    error: str  # of the other trainer's health check
-    new_process: bool
-    opened: tuple[Opened, ...]  # the sessions, by trainer
+    losses: list[tuple[float, float]] = field(default_factory=list)  # actor and critic, by step
+    refits: list[Refitted] = field(default_factory=list)  # before each step, and after the last
+    # groups of suspended sessions in a trainer, by step and trainer
+    suspended: list[int] = field(default_factory=list)
+    error: str = ""  # of the trainers that survived
+    rebound: int = 0  # references that lead to new groups in the trainers that survived
+    groups: int = 0  # groups that the workers had after they closed
 
 
 @dataclass(frozen=True)
 class Left:
-    """What is left after the cluster was shut down."""
+    """What the demo left after it shut down the cluster."""
 
     actors: int
     processes: int
-    ports: tuple[int, ...]
+    ports: int
 
 
 def judge_rl(calm: Story, faulty: Story, left: Left) -> Iterator[Row]:
-    """Yield the verdict."""
-    pairs = list(zip(calm.losses, faulty.losses, strict=False))
-    equal = sum(one == other for one, other in pairs)
-    steps = len(calm.losses)
-    first, last = faulty.losses[0], faulty.losses[-1]
+    """Yield the verdict on a run without faults and one with faults."""
+    steps, first, last = len(calm.losses), faulty.losses[0], faulty.losses[-1]
+    same = sum(one == other for one, other in zip(calm.losses, faulty.losses, strict=False))
     yield Row(
         "losses of actor and critic equal a run without faults, bit for bit",
-        equal == steps == len(faulty.losses) > 0,
-        f"{equal} of {steps} steps; actor {first[0]:.4f} to {last[0]:.4f}, "
+        same == steps == len(faulty.losses),
+        f"{same} of {steps} steps; actor {first[0]:.4f} to {last[0]:.4f}, "
         f"critic {first[1]:.4f} to {last[1]:.4f}",
     )
-    same = sum(one == other for one, other in zip(calm.weights, faulty.weights, strict=True))
+    ends = list(zip(calm.refits[-1].trainers, faulty.refits[-1].trainers, strict=True))
+    same = sum((one.actor, one.critic) == (other.actor, other.critic) for one, other in ends)
     yield Row(
-        "final weights equal that run's, bit for bit",
-        same == len(calm.weights) > 0,
-        f"on {same} of {len(calm.weights)} trainers",
+        "their final weights equal that run's, bit for bit",
+        same == len(ends),
+        f"on {same} of {len(ends)} trainers",
     )
-    refits = [(ours, each) for ours, theirs in calm.refits + faulty.refits for each in theirs]
-    good = sum(ours == each for ours, each in refits)
-    changed = len({ours for ours, _ in faulty.refits}) == len(faulty.refits)
+    yield _judge_refits([*calm.refits, *faulty.refits], steps + 1)
+    counts = calm.suspended + faulty.suspended
     yield Row(
-        "after each refit the rollouts' weights equal the trainer's, bit for bit",
-        good == len(refits) > 0 and changed,
-        f"{good} of {len(refits)} copies, {len(faulty.refits)} versions",
+        "both sessions were suspended while the rollouts generated",
+        len(counts) >= 2 * steps and not any(counts),
+        f"{max(counts, default=0)} groups in {len(counts)} suspended trainers",
     )
-    counts = [count for each in calm.suspended + faulty.suspended for count in each]
-    yield Row(
-        "sessions were suspended while the rollouts generated",
-        bool(counts) and max(counts) <= 0,
-        f"at most {max(counts, default=0)} groups of theirs in a trainer, {len(counts)} times",
-    )
-    yield _judge_dropped(faulty.dropped)
-    yield _judge_restarted(faulty.restarted)
+    yield _judge_lost_rollout(faulty)
+    yield _judge_lost_trainer(faulty)
     rest = {
         "actors": left.actors,
         "processes": left.processes,
-        "groups": calm.groups_left + faulty.groups_left,
-        "ports": len(left.ports),
+        "groups": calm.groups + faulty.groups,
+        "ports": left.ports,
     }
     yield Row(
         "no actor, process, group or port left",
@@ -102,28 +79,61 @@ def judge_rl(calm: Story, faulty: Story, left: Left) -> Iterator[Row]:
     )
 
 
-def _judge_dropped(dropped: Dropped | None) -> Row:
-    claim = "a rollout was killed: the joint group replaced it, the trainers went on"
-    if dropped is None:
-        return Row(claim, False, "none was killed")
+def _judge_refits(refits: Sequence[Refitted], versions: int) -> Row:
+    pairs = [
+        (each.trainers[0].actor, rollout.actor) for each in refits for rollout in each.rollouts
+    ]
+    same = sum(ours == theirs for ours, theirs in pairs)
     return Row(
-        claim,
-        dropped.trainers_stayed and len(set(dropped.members)) > 1,
-        f"in step {dropped.step + 1}; members {' then '.join(dropped.members)}",
+        "after each refit the rollouts' weights equal the actor's, bit for bit",
+        # Weights that never change would be equal as well.
+        same == len(pairs) and len({ours for ours, _ in pairs}) == versions,
+        f"{same} of {len(pairs)} copies, of {versions} versions of the actor",
     )
 
 
-def _judge_restarted(restarted: Restarted | None) -> Row:
+def _judge_lost_rollout(story: Story) -> Row:
+    claim = "a rollout was killed: the joint group went on without it, then with a new one"
+    before: tuple[State, ...] | None = None
+    sizes = [len(each.rollouts) for each in story.refits]
+    for earlier, later in pairwise(story.refits):
+        processes = _processes(earlier.rollouts), _processes(later.rollouts)
+        if processes[1] < processes[0]:
+            before = earlier.trainers
+        elif before is not None and not processes[1] <= processes[0]:
+            stayed = _lives(before) == _lives(later.trainers)
+            trainers = "the same" if stayed else "restarted"
+            return Row(claim, stayed, f"{_runs(sizes)} rollouts; trainers {trainers}")
+    return Row(claim, False, f"{_runs(sizes)} rollouts")
+
+
+def _judge_lost_trainer(story: Story) -> Row:
     claim = "a trainer was killed: Ray restarted it, the other one kept its model"
-    if restarted is None:
-        return Row(claim, False, "none was killed")
-    victim = f"rank {restarted.rank}"
-    rebound = [each.rebound for each in restarted.opened]
-    return Row(
-        claim,
-        restarted.new_process
-        and victim in restarted.error
-        and sorted(map(bool, rebound)) == [False, True],
-        f"in step {restarted.step + 1}; the error named {victim}; "
-        f"{max(rebound)} references rebound",
-    )
+    for earlier, later in pairwise(story.refits):
+        pairs = list(zip(earlier.trainers, later.trainers, strict=True))
+        lost = [rank for rank, (one, other) in enumerate(pairs) if one.process != other.process]
+        if not lost:
+            continue
+        others = [pair for rank, pair in enumerate(pairs) if rank not in lost]
+        again = bool(others) and all(other.opened == one.opened + 1 for one, other in others)
+        named = all(f"rank {rank}" in story.error for rank in lost)
+        return Row(
+            claim,
+            again and named and story.rebound > 0,
+            f"its error {'names' if named else 'DOES NOT NAME'} rank {lost[0]}; "
+            f"{story.rebound} references rebound",
+        )
+    return Row(claim, False, "none was restarted")
+
+
+def _processes(states: Sequence[State]) -> set[int]:
+    return {each.process for each in states}
+
+
+def _lives(states: Sequence[State]) -> list[tuple[int, int]]:
+    return [(each.process, each.opened) for each in states]
+
+
+def _runs(sizes: Sequence[int]) -> str:
+    """Return the sizes without repetitions: ``2, 1, 2``."""
+    return ", ".join(str(size) for index, size in enumerate(sizes) if sizes[:index][-1:] != [size])

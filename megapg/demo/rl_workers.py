@@ -10,7 +10,6 @@ import contextlib
 import gc
 import logging
 import os
-import socket
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+from typing_extensions import override
 
 import megapg
 from megapg import errors
@@ -34,12 +33,13 @@ COLLECTIVES = timedelta(seconds=30)
 
 
 @dataclass(frozen=True)
-class Place:
-    """The process of a worker."""
+class State:
+    """A worker, and digests of its weights."""
 
     process: int
-    host: str
-    node: str  # Ray's id of its node
+    opened: int  # how often it opened its sessions
+    actor: str  # of the whole actor
+    critic: str = ""  # of this rank's stage; a rollout has none
 
 
 class _Worker:
@@ -53,18 +53,17 @@ class _Worker:
         from megapg.testing import megatron_on_cpu
 
         self._run = run
+        self._opened = 0
         self._joint: JointGroup | None = None
         self._kit = contextlib.ExitStack()
         self._kit.enter_context(megatron_on_cpu())
 
-    def where(self) -> Place:
-        """Return the process of this worker. It has started once it returns."""
-        import ray
-
-        return Place(os.getpid(), socket.gethostname(), ray.get_runtime_context().get_node_id())
+    def process(self) -> int:
+        """Return the process of this worker, once it has started."""
+        return os.getpid()
 
     def join(self, store: str, sizes: Mapping[str, int], number: int) -> int:
-        """Agree on the members of the joint group, all at the same time. Return its generation."""
+        """Agree on the members of the joint group, and plan the refit. Return the generation."""
         if self._joint is None:
             self._joint = megapg.joint_group(
                 "weights",
@@ -77,7 +76,21 @@ class _Worker:
             )
         else:
             self._joint.renew(sizes, rank=number)
+        self._refit = megapg.Refit(self._joint.group, **self._slices())
         return self._joint.generation
+
+    def refit(self) -> megapg.RefitReport:
+        """Move the actor's weights from the trainers to the rollouts."""
+        return self._refit.run()
+
+    def _slices(self) -> dict[str, megapg.Slices]:
+        """Return what this worker gives or takes, as arguments of ``Refit``."""
+        raise NotImplementedError
+
+    def _leave_joint_group(self) -> None:
+        del self._refit
+        if self._joint is not None:
+            self._joint.close()
 
     def _groups(self) -> int:
         """Return the number of torch's process groups in this process."""
@@ -85,22 +98,6 @@ class _Worker:
 
         gc.collect()
         return len(torch_private.known_groups())
-
-
-@dataclass(frozen=True)
-class Opened:
-    """The sessions of a trainer that has just opened them."""
-
-    process: int
-    rebound: int  # references in its models that lead to the new groups; 0 in a new process
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Digests of a trainer's weights."""
-
-    actor: str  # of the whole actor
-    critic: str  # of this rank's stage
 
 
 class Trainer(_Worker):
@@ -115,8 +112,13 @@ class Trainer(_Worker):
         self._models, self._directory = rl_models, directory
         self._networks: list[Network] = []
 
-    def open(self, launch: Launch, step: int) -> Opened:
-        """Open the sessions, and load the checkpoint of a step. A trainer that left opens again."""
+    def open(self, launch: Launch, step: int) -> int:
+        """Open the sessions, and load the checkpoint of a step.
+
+        A trainer that lost its sessions keeps its models. Return the number of references in them
+        that lead to the new groups.
+        """
+        self._opened += 1
         actor = megapg.session(
             tp=2, name="actor", launch=launch, timeout=SOON, collective_timeout=COLLECTIVES
         )
@@ -134,7 +136,7 @@ class Trainer(_Worker):
         if step:
             for network in self._networks:
                 network.load(self._directory / network.session.name, step)
-        return Opened(os.getpid(), rebound)
+        return rebound
 
     def suspend(self) -> int:
         """Suspend both sessions. Return the number of their groups that are left."""
@@ -146,12 +148,6 @@ class Trainer(_Worker):
         megapg.resume(*self._sessions)
         for session in self._sessions:
             session.warm_up()  # a gloo group that never connected is slow to notice a dead rank
-
-    def refit(self) -> None:
-        """Give the actor's weights to the rollouts."""
-        assert self._joint is not None
-        for _, weight in sorted(self._networks[0].whole().items()):
-            dist.broadcast(weight, group_src=0, group=self._joint.group)
 
     def train(self, samples: Sequence[Sample]) -> tuple[float, float, float]:
         """Train the actor and the critic for a step. Return their losses, and the mean reward."""
@@ -178,19 +174,24 @@ class Trainer(_Worker):
             return str(error)
         return ""
 
-    def weights(self) -> Weights:
-        """Return the digests of the weights; every trainer calls it."""
+    def state(self) -> State:
+        """Return the state of this trainer; all trainers call it."""
         actor, critic = (self._models.digest(network.whole()) for network in self._networks)
-        return Weights(actor, critic)
+        return State(os.getpid(), self._opened, actor, critic)
 
     def close(self) -> int:
         """Close all groups. Return the number of groups that are left."""
-        self._joint.close()
+        self._leave_joint_group()
         for network in reversed(self._networks):
             network.let_go()
             network.session.close()
         self._networks.clear()
         return self._groups()
+
+    @override
+    def _slices(self) -> dict[str, megapg.Slices]:
+        actor = self._networks[0]
+        return {"gives": megapg.slices_of(actor.chunks, pg_collection=actor.session.groups)}
 
     @property
     def _sessions(self) -> tuple[megapg.Session, ...]:
@@ -214,19 +215,19 @@ class Rollout(_Worker):
         """Return samples of a step."""
         return self._writer.generate(step, numbers)
 
-    def refit(self) -> None:
-        """Take the actor's weights from the trainers."""
-        assert self._joint is not None
-        for _, weight in sorted(self._writer.model.named_parameters()):
-            dist.broadcast(weight.data, group_src=0, group=self._joint.group)
-
-    def weights(self) -> str:
-        """Return the digest of the weights."""
-        return self._models.digest(dict(self._writer.model.named_parameters()))
+    def state(self) -> State:
+        """Return the state of this rollout."""
+        actor = self._models.digest(dict(self._writer.model.named_parameters()))
+        return State(os.getpid(), self._opened, actor)
 
     def close(self) -> int:
         """Close all groups. Return the number of groups that are left."""
-        self._joint.close()
+        self._leave_joint_group()
         del self._writer
         self._session.close()
         return self._groups()
+
+    @override
+    def _slices(self) -> dict[str, megapg.Slices]:
+        pg = self._session.groups
+        return {"takes": megapg.slices_of(self._writer.model, pg_collection=pg)}
