@@ -68,7 +68,7 @@ demo: $(READY)  ## train a small model on injected groups; options in ARGS, see 
 PYTEST = -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(READY)  ## run the tests (CPU only, minutes); pytest's options in ARGS
-	OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) -m "not slow and not ray" $(ARGS)
 
 test-quick: $(READY)  ## run the unit tests and a smoke test of each area: two minutes
 	OMP_NUM_THREADS=1 .venv/bin/python $(PYTEST) --quick $(ARGS)
@@ -91,9 +91,11 @@ test-torch:  ## run what meets torch's changes on the oldest and the newest torc
 test-cores:  ## run the contract tests on the Megatron-cores between (python3.12, downloads gigabytes)
 	@PYTHON312="$(PYTHON312)" sh .ci/test-versions.sh core "$(CORES_BETWEEN)" "" $(PYTEST) -m contract $(ARGS)
 
-# A cluster takes seconds to start, so all tests share one.
+# One after the other: they share a cluster, and actors, which take seconds to start.
+RAY = tests/launch/test_ray.py
+
 test-ray: $(READY_RAY)  ## run the tests that need Ray, on a local cluster of two nodes
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m ray tests/launch/test_ray.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m ray $(RAY) $(ARGS)
 
 # Nothing is fetched and nothing installed: MEGATRON is a checkout of Megatron-LM, and PYTHON has what
 # its tests need, megapg's own requirements, and GPUs where there are any.

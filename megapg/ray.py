@@ -1,5 +1,6 @@
 """Ray as a launcher: a rank, and a place to meet, for each of several actors.
 
+>>> import megapg.ray
 >>> launches = megapg.ray.launches(actors)
 >>> ray.get([actor.train.remote(launch) for actor, launch in zip(actors, launches)])
 
@@ -44,13 +45,13 @@ def launches(actors: Sequence[ActorHandle], *, timeout: float = 60.0) -> list[La
     dimension of the layout, tensor parallelism stays on a node. Nodes, and the actors of each node,
     keep the order of ``actors``. Rank 0 binds a free port now and keeps it until its session opens.
 
-    Call it again after Ray restarted an actor, and open the session again with the new launches on
-    all actors. An actor can belong to one list of launches after another.
+    If Ray restarts an actor, call this again, and open the session on all actors again with the new
+    launches. An actor can belong to one list of launches after another.
 
     Args:
         actors: handles of actors of any class. Each runs a short function for this.
-        timeout: seconds for all actors to answer. An actor answers once it has been scheduled, its
-            constructor has returned, and the calls before this one have.
+        timeout: seconds for all actors to answer. An actor answers after it has been scheduled or
+            restarted, its constructor has returned, and it has done the calls before this one.
 
     Raises:
         LaunchError: an actor is dead or did not answer, or does not see the GPU that Ray gave it;
@@ -104,9 +105,12 @@ def _bind(actor: object) -> tuple[int, int]:
 def _ask(
     actors: Sequence[ActorHandle], function: Callable[[object], _T], timeout: float
 ) -> list[_T]:
-    """Return the result of a function that runs in each actor."""
-    calls = [actor.__ray_call__.remote(function) for actor in actors]
-    answered, _ = ray.wait(calls, num_returns=len(calls), timeout=timeout)
+    """Return the result of a function that runs in each actor, also if Ray restarts the actor."""
+    retried = [actor.__ray_call__.options(max_task_retries=-1) for actor in actors]
+    calls = [call.remote(function) for call in retried]
+    answered, late = ray.wait(calls, num_returns=len(calls), timeout=timeout)
+    for call in late:
+        ray.cancel(call)
     answers: list[_T] = []
     problems: dict[int, str] = {}
     for index, call in enumerate(calls):

@@ -69,4 +69,5 @@ def _is_quick(item: pytest.Item) -> bool:
     if item.get_closest_marker("smoke"):
         return True
     test = item.nodeid.split("::")[1].partition("[")[0]
-    return not item.get_closest_marker("slow") and is_quick(item.path, test)
+    marked = any(map(item.get_closest_marker, ("slow", "ray")))
+    return not marked and is_quick(item.path, test)

@@ -133,9 +133,9 @@ class Closing(abc.ABC):
         self._before_release.append(callback)
         return callback
 
-    def close(self) -> None:
-        """Close the groups. Closing twice does nothing."""
-        self._close(None)
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the groups, after an error if one is given. Closing twice does nothing."""
+        self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
         if self.closed:

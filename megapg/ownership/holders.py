@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megapg import torch_private
 from megapg.collection import ProcessGroupCollection
 from megapg.communicators.plan import Communicator, shortened
+from megapg.errors import SessionError
 
 Handle: TypeAlias = dist.ProcessGroup | ProcessGroupCollection
 HandleRef: TypeAlias = weakref.ref[dist.ProcessGroup] | weakref.ref[ProcessGroupCollection]
@@ -53,10 +54,20 @@ class References:
             groups: the communicators of this generation.
             collection: the collection of this generation.
             world: WORLD, if the owner made it.
+
+        Raises:
+            SessionError: a handle has no replacement. The generation is another owner's.
         """
         serving = dict(groups)
+        held = [(made, known) for made, known in self._groups if known() is not None]
+        if missing := [made for made, _ in held if made not in serving]:
+            fields = shortened([field for made in missing for field in made.fields])
+            raise SessionError(
+                f"rebind(): {collection.lease.owner} has no groups like the earlier {fields}. Open "
+                "it with the same layout, ranks and settings."
+            )
         pairs: list[tuple[HandleRef, Handle]] = [
-            *((known, serving[communicator]) for communicator, known in self._groups),
+            *((known, serving[made]) for made, known in held),
             *((known, collection) for known in self._collections),
             *((known, world) for known in self._worlds if world is not None),
         ]

@@ -219,13 +219,11 @@ class Owner(Closing):
     def rebind(self, *objects: object, of: Owner | None = None) -> Rebound:
         """Replace this owner's earlier groups in ``objects`` with the current ones.
 
-        Use it after *recreate*, on modules, DDP wrappers, optimizers, schedules and other objects
-        that were given groups or a collection. After *suspend* it has nothing to do.
+        Use it after *recreate*. After *suspend* it has nothing to do.
 
         Args:
-            objects: what was given groups or a collection.
-            of: replace the groups of this owner instead, which may be closed: a session that lost a
-                rank, after another one was opened with the same settings.
+            objects: modules, DDP wrappers, optimizers, schedules and others that hold groups.
+            of: replace the groups of this owner instead. It may be closed, after it lost a rank.
 
         Returns:
             Every reference that was replaced, and every one that could not be.
@@ -235,19 +233,9 @@ class Owner(Closing):
         """
         from megapg.ownership.rebind import Replacements, rebind
 
-        earlier = (self if of is None else of)._given
-        replacements = Replacements()
-        try:
-            pairs = earlier.outdated(self._made, self.groups, self._world_of_ours())
-        except KeyError as error:
-            fields = ", ".join(error.args[0].fields)
-            raise SessionError(
-                f"{self._title} has no group like {fields} of {of}: open it with the same layout, "
-                "ranks and settings."
-            ) from None
-        for old, new in pairs:
-            replacements.add(old, new)
-        return rebind(objects, replacements)
+        earlier = (of or self)._given
+        pairs = earlier.outdated(self._made, self.groups, self._world_of_ours())
+        return rebind(objects, Replacements(pairs))
 
     def _suspend(self, how: How | None, refusals: Callable[[], dict[How, str]]) -> OffloadReport:
         self._expect(LeaseState.LIVE, "suspend()")

@@ -342,7 +342,7 @@ class Session(Owner):
     # -- the end -----------------------------------------------------------------------------
 
     @override
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Close the groups, and WORLD if this session made it. Closing twice does nothing.
 
         The ranks exchange their errors, and wait up to ``timeout`` seconds for late ranks. If no
@@ -353,6 +353,10 @@ class Session(Owner):
         If this session made WORLD, other owners on that WORLD are closed first, newest first. A
         warning in the log names them.
 
+        Args:
+            error: why the ranks can't close in order, such as a lost rank. Then this rank aborts
+                its groups and waits for no other rank, as after an exception in a ``with`` block.
+
         Raises:
             RendezvousError: ranks did not arrive, or had an error; ``missing`` names them. The
                 groups here were aborted all the same.
@@ -362,7 +366,7 @@ class Session(Owner):
             Exception: the error of a callback of :meth:`before_release`. The groups are closed all
                 the same.
         """
-        super().close()
+        super().close(error)
 
     @override
     def _take_leave(self, error: BaseException | None) -> None:

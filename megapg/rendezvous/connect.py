@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import torch.distributed as dist
 from typing_extensions import override
 
-from megapg.errors import RendezvousError, SessionError
+from megapg.errors import LaunchError, RendezvousError, SessionError
 from megapg.launch import Launch
 from megapg.rendezvous.bounded import bounded
 from megapg.rendezvous.store import Host, Store, StoreError
@@ -23,6 +23,8 @@ from megapg.rendezvous.store import Host, Store, StoreError
 # different times, so the host must keep the store until its process exits. Hosting another store on
 # the same port would race with the first.
 _STORES: dict[tuple[str, int], Store] = {}
+
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 # Seconds that torch may go on connecting after this module gave up. Between two tries, torch pauses
 # for a random time of up to three seconds.
@@ -40,6 +42,7 @@ def job_store(launch: Launch, timeout: float) -> Store:
 
     Raises:
         RendezvousError: the store can't be hosted, or reached.
+        LaunchError: the socket of the launch is not this process's.
     """
     if not launch.address:
         return Store(dist.HashStore(), Host("this process's own store", launch.rank, here=True))
@@ -48,6 +51,8 @@ def job_store(launch: Launch, timeout: float) -> Store:
         del _STORES[place]  # its host died: connect to the new host
     if place not in _STORES:
         hosting = launch.rank == 0 and not launch.hosted
+        if hosting and launch.socket is not None:
+            _check_socket(launch, launch.socket)
         try:
             opened = _connect(launch, hosting, deadline)
         except (RuntimeError, TimeoutError) as error:  # older releases do not raise a DistError
@@ -209,6 +214,22 @@ def _connect(launch: Launch, hosting: bool, deadline: float) -> dist.Store:
 
     latest = max(deadline, time.monotonic()) + 1.0
     return bounded(connect, latest, name="megapg store", at_exit=_STILL_CONNECTING)
+
+
+def _check_socket(launch: Launch, descriptor: int) -> None:
+    """Raise a LaunchError if the descriptor is no socket that is bound to the launch's port."""
+    with contextlib.suppress(OSError):
+        known = socket.socket(fileno=descriptor)
+        try:
+            if known.family in _INTERNET and known.getsockname()[1] == launch.port:
+                return
+        finally:
+            known.detach()
+    raise LaunchError(
+        f"rank {launch.rank}: socket={descriptor} of launch= is not bound to port {launch.port} in "
+        "this process. The launch was made for another process, which may have been restarted: "
+        "make new launches for all ranks."
+    )
 
 
 def _await_listener(launch: Launch, deadline: float) -> None:

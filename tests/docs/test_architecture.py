@@ -35,6 +35,7 @@ FLOORS = {
     "collection": (1, 0),
     "launch": (1, 0),
     "signals": (1, 0),
+    "ray": (2, 1),
     "rendezvous": (2, 1),
     "communicators": (3, 2),
     "ownership": (4, 3),

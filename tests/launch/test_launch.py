@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -507,6 +508,32 @@ def two_jobs_at_one_port(port):
 def test_an_explicit_launch_and_a_stranger_at_the_same_port():
     port = free_port()
     assert run_distributed(partial(two_jobs_at_one_port, port), 3) == [3.0, 3.0, (0,)]
+
+
+def on_a_bound_socket():
+    """Open a session on a socket that rank 0 has bound, and refuse sockets of other ports."""
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    ranks = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    with socket.socket() as bound, socket.socket() as other:
+        for each in (bound, other):
+            each.bind(("", 0))
+        if rank == 0:
+            ranks.set("port", str(bound.getsockname()[1]))
+        place = {"address": "127.0.0.1", "port": int(ranks.get("port"))}
+        launch = Launch(rank=rank, world_size=2, **place)
+        if rank == 0:
+            for wrong in (other.fileno(), sys.stdout.fileno(), 1000):
+                with pytest.raises(LaunchError, match=rf"socket={wrong} .* not bound to port"):
+                    megapg.session(launch=replace(launch, socket=wrong))
+            launch = replace(launch, socket=bound.detach())
+        with megapg.session(launch=launch, timeout=60) as session:
+            return session.groups.ranks("dp")
+
+
+def test_the_store_takes_over_a_bound_socket():
+    assert run_distributed(on_a_bound_socket, 2) == [(0, 1)] * 2
 
 
 def test_more_ranks_than_devices(monkeypatch):

@@ -2,12 +2,16 @@
 
 import contextlib
 import os
+import re
+import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from ports import free_port
+from processes import captured
 
 from megapg.errors import LaunchError
 from megapg.launch import Launch
@@ -16,7 +20,10 @@ ray = pytest.importorskip("ray")
 
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.placement_group import placement_group, remove_placement_group  # noqa: E402
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: E402
+from ray.util.scheduling_strategies import (  # noqa: E402
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 from ray_trainer import SOON, Trainer  # noqa: E402
 
 import megapg.ray  # noqa: E402
@@ -52,25 +59,34 @@ def _cluster(size):
         cluster.shutdown()
 
 
+def start_on(node, *, variables=None, environment=None, **options):
+    """Start an actor on a node of this id, with variables of Ray's and of its constructor."""
+    options.setdefault("scheduling_strategy", NodeAffinitySchedulingStrategy(node, soft=False))
+    if variables:
+        options["runtime_env"] = {"env_vars": variables}
+    options.setdefault("num_cpus", 0.1)
+    return ray.remote(Trainer).options(**options).remote(**(environment or {}))
+
+
 @pytest.fixture
 def start(nodes):
     """Return a function that starts an actor on a node; they are killed at the end."""
-    started = []
+    with contextlib.ExitStack() as started:
 
-    def start(node, *, variables=None, environment=None, **options):
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+        def start(node, **options):
+            actor = start_on(nodes[node], **options)
+            started.callback(ray.kill, actor)
+            return actor
 
-        options.setdefault(
-            "scheduling_strategy", NodeAffinitySchedulingStrategy(nodes[node], soft=False)
-        )
-        if variables:
-            options["runtime_env"] = {"env_vars": variables}
-        options.setdefault("num_cpus", 0.1)
-        started.append(ray.remote(Trainer).options(**options).remote(**(environment or {})))
-        return started[-1]
+        yield start
 
-    yield start
-    for actor in started:
+
+@pytest.fixture(scope="module")
+def three(nodes):
+    """Three actors on two nodes, which Ray restarts. It takes seconds to start an actor."""
+    actors = [start_on(nodes[node], max_restarts=-1) for node in (0, 1, 0)]
+    yield actors
+    for actor in actors:
         ray.kill(actor)
 
 
@@ -102,10 +118,12 @@ def test_each_actor_gets_a_launch(start):
     assert everywhere(actors, "ranks", "tp") == [(0, 1), (2, 3), (0, 1), (2, 3)]
     assert everywhere(actors, "step") == [1.0, 5.0, 1.0, 5.0]
 
-    again = megapg.ray.launches(actors)
+    lost, *others = actors
+    ray.kill(lost)  # rank 0, for good
+    again = megapg.ray.launches(others)
     assert {launch.job for launch in again}.isdisjoint({launches[0].job})
-    open_all(actors, again, tp=4)
-    assert everywhere(actors, "step") == [6.0] * 4
+    open_all(others, again, tp=3)
+    assert everywhere(others, "step") == [3.0] * 3
 
 
 def test_placement_groups_and_gpus(start):
@@ -113,25 +131,16 @@ def test_placement_groups_and_gpus(start):
     group = placement_group([{"GPU": 2, "CPU": 2}] * 2, strategy="STRICT_SPREAD")
     ray.get(group.ready())
     try:
-        for gpus, devices in ((1, [0, 0, 0, 0]), (0.5, [0, 0, 0, 0])):
-            actors = [
-                start(
-                    0,
-                    num_gpus=gpus,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        group, placement_group_bundle_index=bundle
-                    ),
-                )
-                for bundle in (0, 1, 0, 1)
-            ]
-            launches = megapg.ray.launches(actors)
-            assert [launch.rank for launch in launches] == [0, 2, 1, 3]
-            # Ray shows each actor its own GPU only.
-            assert [launch.local_rank for launch in launches] == devices
-            open_all(actors, launches)
-            assert everywhere(actors, "step") == [1.0, 5.0, 1.0, 5.0]
-            for actor in actors:
-                ray.kill(actor)
+        actors = []
+        for bundle, gpus in ((0, 1), (1, 0.5), (0, 0.5), (1, 1)):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            actors.append(start(0, num_gpus=gpus, scheduling_strategy=place))
+        launches = megapg.ray.launches(actors)
+        assert [launch.rank for launch in launches] == [0, 2, 1, 3]
+        # Ray shows each actor its own GPU only.
+        assert [launch.local_rank for launch in launches] == [0] * 4
+        open_all(actors, launches)
+        assert everywhere(actors, "step") == [1.0, 5.0, 1.0, 5.0]
     finally:
         remove_placement_group(group)
 
@@ -144,14 +153,15 @@ def test_the_index_where_ray_hides_no_gpus(start):
     assert set(given) <= {0, 1, 2, 3}
 
 
-def test_actors_that_can_not_answer(start):
+def test_actors_that_can_not_answer(start, three):
     dead, busy = start(0), start(0, scheduling_strategy="DEFAULT", num_gpus=5)
     ray.kill(dead)
+    megapg.ray.launches(three)  # they have started
     with pytest.raises(LaunchError) as failed:
-        megapg.ray.launches([start(1), dead, busy], timeout=15)
+        megapg.ray.launches([three[0], dead, busy], timeout=5)
     assert "actors[0]" not in str(failed.value)
     assert "actors[1] can't run" in str(failed.value)
-    assert "actors[2] did not answer within 15 s" in str(failed.value)
+    assert "actors[2] did not answer within 5 s" in str(failed.value)
     with pytest.raises(ValueError, match="at least one"):
         megapg.ray.launches([])
 
@@ -265,40 +275,11 @@ def test_a_task_and_the_driver_may_be_alone(nodes):
 # -- faults ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", ["open", "step", "check", "suspend", "close"])
-def test_an_actor_is_killed(phase, start):
-    """The others get an error in bounded time, which names rank and node, and can go on."""
-    actors = [start(node) for node in (0, 1, 0)]
-    launches = megapg.ray.launches(actors)
-    victim = launches.index(next(launch for launch in launches if launch.rank == 2))
-    others = [actor for actor in actors if actor is not actors[victim]]
-    if phase == "open":
-        ray.kill(actors[victim])
-        began = time.monotonic()
-        calls = [
-            actor.open.remote(launch, tp=1, timeout=SOON)
-            for actor, launch in zip(actors, launches, strict=True)
-            if actor in others
-        ]
-        errors = []
-        for call in calls:
-            with pytest.raises(Exception) as failed:
-                ray.get(call)
-            errors.append(str(failed.value))
+def lose(actor, pid, how):
+    if how == "killed":
+        ray.kill(actor, no_restart=False)
     else:
-        open_all(actors, launches, tp=3)
-        everywhere(actors, "step")
-        ray.kill(actors[victim])
-        began = time.monotonic()
-        errors = everywhere(others, "guarded", phase)
-    assert time.monotonic() - began < 2 * SOON + GRACE
-    for error in errors:
-        assert error is not None
-        if phase != "step":  # gloo's own error, see check
-            assert "rank 2" in error or "[2]" in error, error
-            assert socket.gethostname() in error, error
-    open_all(others, megapg.ray.launches(others), tp=2)
-    assert everywhere(others, "step") == [1.0, 1.0]
+        os.kill(pid, signal.SIGSTOP)
 
 
 def until_restarted(actor, pid):
@@ -308,25 +289,82 @@ def until_restarted(actor, pid):
                 return
 
 
-@pytest.mark.parametrize("launcher", ["driver", "framework"])
-def test_a_restarted_actor(launcher, start):
-    """Ray restarts an actor: all open again as a new generation, and models get the new groups."""
-    framework = launcher == "framework"
-    place = {**PLACE, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"} if framework else {}
-    actors = [
-        start(rank, max_restarts=1, environment={**place, "RANK": str(rank)} if framework else {})
-        for rank in range(2)
-    ]
+@pytest.mark.parametrize(
+    ("phase", "how", "rank"),
+    [
+        ("open", "killed", 2),
+        ("step", "killed", 1),
+        ("check", "killed", 0),
+        ("suspend", "killed", 2),
+        ("close", "killed", 1),
+        ("step", "stopped", 2),
+        ("close", "stopped", 0),
+    ],
+)
+def test_an_actor_is_lost(phase, how, rank, three):
+    """The others raise an error in bounded time, which names rank and host.
 
-    def launches():
-        return [None, None] if framework else megapg.ray.launches(actors)
+    Then Ray restarts the actor, all open a session again, and the others keep their models.
+    """
+    launches = megapg.ray.launches(three)
+    actors = [actor for _, actor in sorted(zip((e.rank for e in launches), three, strict=True))]
+    open_all(three, launches, tp=3)
+    assert everywhere(actors, "step") == [3.0] * 3
+    others = [actor for actor in actors if actor is not actors[rank]]
+    pid, _ = ray.get(actors[rank].where.remote())
+    launches = megapg.ray.launches(actors)
+    lose(actors[rank], pid, how)
+    began = time.monotonic()
+    if phase == "open":
+        for_others = [launch for launch in launches if launch.rank != rank]
+        more = {"tp": 3, "timeout": SOON}
+        calls = [
+            a.guarded.remote("open", launch, **more)
+            for a, launch in zip(others, for_others, strict=True)
+        ]
+        errors = ray.get(calls)
+    else:
+        errors = everywhere(others, "guarded", phase)
+    if phase == "step":  # the error of gloo names no rank
+        assert all(errors)
+        errors = everywhere(others, "guarded", "check")
+    assert time.monotonic() - began < 2 * SOON + GRACE
+    for error in errors:
+        assert re.search(rf"rank {rank}\b", error), error
+        assert socket.gethostname() in error, error
 
-    open_all(actors, launches())
+    if how == "stopped":
+        os.kill(pid, signal.SIGKILL)
+    until_restarted(actors[rank], pid)
+    kept = open_all(actors, megapg.ray.launches(actors), tp=3)
+    assert kept == [actor in others for actor in actors]
+    assert everywhere(actors, "step") == [3.0] * 3
+
+
+def test_a_restart_with_variables_of_a_framework(start):
+    """All ranks meet at the same address and port again, also if rank 0 is restarted."""
+    place = {**PLACE, "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    each = [{**place, "RANK": str(rank)} for rank in range(2)]
+    actors = [start(0, max_restarts=1, environment=environment) for environment in each]
+    everywhere(actors, "open")
     assert everywhere(actors, "step") == [1.0, 1.0]
     pids = [pid for pid, _ in everywhere(actors, "where")]
     for killed in (1, 0):
         ray.kill(actors[killed], no_restart=False)
         until_restarted(actors[killed], pids[killed])
-        fresh = open_all(actors, launches())
-        assert fresh == [killed == 1, killed == 0]
+        assert everywhere(actors, "open") == [killed == 1, killed == 0]
         assert everywhere(actors, "step") == [1.0, 1.0]
+
+
+# -- the guide -------------------------------------------------------------------------------------
+
+
+def test_the_example_of_the_guide(nodes, tmp_path):
+    page = Path(__file__).parents[2] / "migration_guide" / "rl-framework.md"
+    [script] = re.findall(r"```python\n(.*?)```", page.read_text().partition("\n## Two")[0], re.S)
+    (tmp_path / "train_on_ray.py").write_text(script)
+    address = ray.get_runtime_context().gcs_address
+    environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = captured([sys.executable, "train_on_ray.py"], timeout=200, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert re.findall(r"^sums: (.*)$", done.stdout, re.M) == ["[2.0, 2.0]"] * 4

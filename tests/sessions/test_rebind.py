@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import megapg
 from megapg.collection import ProcessGroupCollection
 from megapg.demo.job import GPTRun
+from megapg.errors import SessionError
 from megapg.megatron import parallel_state, published, to_megatron
 from megapg.megatron.tables import GROUP_GLOBALS
 from megapg.ownership.rebind import Rebound, Replacements, rebind
@@ -542,6 +543,19 @@ def test_other_sessions_and_modules_are_not_entered(change):
         assert globals().pop("_held") is old.tp
         del other.note
     assert things.new is new
+
+
+def test_a_session_replaces_the_groups_of_a_closed_one():
+    with megapg.session(timeout=30) as lost:
+        held = Plain(tp=lost.groups.tp, pg=lost.groups)
+    with megapg.session(timeout=30, dedicated=APART) as other:
+        with pytest.raises(SessionError, match=r"no groups like the earlier .* same layout, ranks"):
+            other.rebind(held, of=lost)
+        assert not other.rebind(held).replaced
+    with megapg.session(timeout=30) as fresh:
+        assert len(fresh.rebind(held, of=lost).replaced) == 2
+        assert held.tp is fresh.groups.tp
+        assert held.pg is fresh.groups
 
 
 def test_replacements_go_by_identity_and_keep_nothing_alive():

@@ -1,6 +1,5 @@
 """An actor that trains a little on a session, for the tests on Ray."""
 
-import contextlib
 import os
 import socket
 from datetime import timedelta
@@ -12,7 +11,7 @@ from torch import nn
 import megapg
 from megapg.launch import detect
 
-SOON = 6.0  # seconds
+SOON = 4.0  # seconds
 
 
 class Layer(nn.Module):
@@ -48,11 +47,10 @@ class Trainer:
             return error
 
     def open(self, launch=None, *, tp=2, timeout=60.0):
-        """Open a session, as a new generation if there was one."""
+        """Open a session, as a new generation if there was one. True if a model was kept."""
         lost = self.session
         if lost is not None:
-            with contextlib.suppress(megapg.MegapgError):
-                lost.close()
+            lost.close(RuntimeError("a worker was lost"))
         self.session = megapg.session(
             tp=tp, launch=launch, timeout=timeout, collective_timeout=timedelta(seconds=SOON)
         )
@@ -69,10 +67,10 @@ class Trainer:
     def ranks(self, field):
         return self.session.groups.ranks(field)
 
-    def guarded(self, name):
-        """Run a phase; return its error as text, or None."""
+    def guarded(self, name, *arguments, **more):
+        """Run a method; return its error as text, or None."""
         try:
-            getattr(self, name)()
+            getattr(self, name)(*arguments, **more)
         except Exception as error:
             return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
         return None

@@ -371,13 +371,17 @@ class Adopted(Owner):
     # -- the end -----------------------------------------------------------------------------
 
     @override
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Destroy the groups and reset the globals, instead of ``destroy_model_parallel``.
 
         The ranks meet first, for ``timeout`` seconds at most. If all are well, the groups are
         destroyed in the reverse order of their creation, otherwise aborted. The globals are then as
         after an import, unless ``parallel_state`` was initialised since. Closing twice does
         nothing. If WORLD was destroyed before, and all groups with it, only the globals are reset.
+
+        Args:
+            error: why the ranks can't close in order, such as a lost rank. Then this rank aborts
+                its groups and waits for no other rank, as after an exception in a ``with`` block.
 
         Raises:
             PublishedError: inside ``published()``; leave that block first.
@@ -387,7 +391,7 @@ class Adopted(Owner):
             CheckpointSaveError: a background save failed, and its error was not raised yet. The
                 groups are closed all the same.
         """
-        super().close()
+        super().close(error)
 
     @override
     def _refuse_to_close(self) -> None:

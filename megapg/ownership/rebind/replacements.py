@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 from megapg.collection import ProcessGroup, ProcessGroupCollection
+
+_Old: TypeAlias = weakref.ref[ProcessGroup] | weakref.ref[ProcessGroupCollection]
+_New: TypeAlias = ProcessGroup | ProcessGroupCollection
 
 
 class Replacements:
     """A map from old to new objects, by identity, that does not keep the old objects alive.
 
     A group that only compares equal is a different group.
+
+    Args:
+        pairs: arguments of :meth:`add`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pairs: Iterable[tuple[_Old, _New]] = ()) -> None:
         self._by_id: dict[int, tuple[weakref.ref[Any], object]] = {}
         self._names: set[str] = set()
+        for pair in pairs:
+            self.add(*pair)
 
-    def add(
-        self,
-        old: weakref.ref[ProcessGroup] | weakref.ref[ProcessGroupCollection],
-        new: ProcessGroup | ProcessGroupCollection,
-    ) -> None:
+    def add(self, old: _Old, new: _New) -> None:
         """Add a pair, unless the old object no longer exists.
 
         Args:
