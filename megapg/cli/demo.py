@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Never
 
 import typer
-from click.core import ParameterSource
 from rich.console import Console
 from rich.markup import escape
 
@@ -137,7 +136,7 @@ def _refuse_options(context: typer.Context) -> None:
     given = [
         each.opts[0]
         for each in context.command.params
-        if context.get_parameter_source(each.name or "") is ParameterSource.COMMANDLINE
+        if getattr(context.get_parameter_source(each.name or ""), "name", "") == "COMMANDLINE"
     ]
     if given:
         refuse(f"`megapg demo {context.invoked_subcommand}` does not take {', '.join(given)}.")

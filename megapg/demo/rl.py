@@ -59,7 +59,7 @@ def show_rl(console: Console) -> bool:
     )
     before = _children()
     with _cluster(say) as ports:
-        stories = []
+        stories: list[Story] = []
         for title, faults in (("without faults", False), ("with faults", True)):
             say(f"[bold]a run {title}[/]: starting {WORKERS} trainers and {WORKERS} rollouts")
             with (
@@ -73,7 +73,7 @@ def show_rl(console: Console) -> bool:
                 stories.append(job.train(faults=faults))
         actors = len(ray.util.list_named_actors())
     left = Left(actors, _alive(before), sum(map(_listens, ports)))
-    console.print(verdict_table(rows := list(judge_rl(*stories, left))))
+    console.print(verdict_table(rows := list(judge_rl(stories[0], stories[1], left))))
     return all(row.held for row in rows)
 
 
@@ -175,11 +175,11 @@ class Job:
             "resources": {kind: 1},
             "max_restarts": 1 if worker is Trainer else 0,
         }
-        return ray.remote(worker).options(**options).remote(*arguments)  # type: ignore[no-any-return]
+        return ray.remote(worker).options(**options).remote(*arguments)
 
     def _open(self, step: int) -> list[int]:
         """Open the sessions of the trainers, at the checkpoint of a step."""
-        launches = megapg.ray.launches(self._trainers)
+        launches = megapg.ray.launches(self._trainers, timeout=DEADLINE)  # also for a restart
         self._ports.append(launches[0].port)
         pairs = zip(self._trainers, launches, strict=True)
         return _results([trainer.open.remote(launch, step) for trainer, launch in pairs])
@@ -235,7 +235,6 @@ class Job:
                 _results([call])
         (self._story.error,) = _all([other], "leave")
         self._say(f"the other trainer: {self._story.error}")
-        _await_restart(victim)
         self._story.rebound = self._open(step)[1 - VICTIM]
         self._changed = True
         self._say(
@@ -255,19 +254,6 @@ def _results(calls: list[Any]) -> list[Any]:
 
 def _said(sizes: Mapping[str, int]) -> str:
     return " and ".join(f"{size} {side}s" for side, size in sizes.items())
-
-
-def _await_restart(actor: ActorHandle) -> None:
-    """Wait until Ray has restarted an actor that was killed."""
-    until = time.monotonic() + DEADLINE
-    while True:
-        try:
-            _all([actor], "process")
-            return
-        except ray.exceptions.RayActorError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.2)
 
 
 def _children() -> set[psutil.Process]:

@@ -182,7 +182,7 @@ def microbatches(run: GPTRun, samples: Sequence[Sample]) -> list[Microbatch]:
         "written": written.expand_as(tokens).float(),
         "rewards": (letter & written).float(),
     }
-    parts = {name: field.split(run.micro_batch_size) for name, field in fields.items()}
+    parts = {name: torch.split(field, run.micro_batch_size) for name, field in fields.items()}
     return [dict(zip(parts, row, strict=True)) for row in zip(*parts.values(), strict=True)]
 
 

@@ -76,15 +76,16 @@ class _Worker:
             )
         else:
             self._joint.renew(sizes, rank=number)
-        self._refit = megapg.Refit(self._joint.group, **self._slices())
+        gives, takes = self._slices()
+        self._refit = megapg.Refit(self._joint.group, gives=gives, takes=takes)
         return self._joint.generation
 
     def refit(self) -> megapg.RefitReport:
         """Move the actor's weights from the trainers to the rollouts."""
         return self._refit.run()
 
-    def _slices(self) -> dict[str, megapg.Slices]:
-        """Return what this worker gives or takes, as arguments of ``Refit``."""
+    def _slices(self) -> tuple[megapg.Slices | None, megapg.Slices | None]:
+        """Return the weights that this worker gives, and those that it takes."""
         raise NotImplementedError
 
     def _leave_joint_group(self) -> None:
@@ -168,9 +169,10 @@ class Trainer(_Worker):
         """Close the sessions after a rank was lost. Return the error, which names the rank."""
         actor, critic = self._sessions
         try:
-            with actor, critic:  # an error closes both, without waiting for the other ranks
-                actor.check(5.0, "a collective failed")
+            actor.check(5.0, "a collective failed")
         except errors.RendezvousError as error:
+            for session in (critic, actor):
+                session.close(error)  # waits for no other rank
             return str(error)
         return ""
 
@@ -189,9 +191,9 @@ class Trainer(_Worker):
         return self._groups()
 
     @override
-    def _slices(self) -> dict[str, megapg.Slices]:
+    def _slices(self) -> tuple[megapg.Slices, None]:
         actor = self._networks[0]
-        return {"gives": megapg.slices_of(actor.chunks, pg_collection=actor.session.groups)}
+        return megapg.slices_of(actor.chunks, pg_collection=actor.session.groups), None
 
     @property
     def _sessions(self) -> tuple[megapg.Session, ...]:
@@ -228,6 +230,6 @@ class Rollout(_Worker):
         return self._groups()
 
     @override
-    def _slices(self) -> dict[str, megapg.Slices]:
+    def _slices(self) -> tuple[None, megapg.Slices]:
         pg = self._session.groups
-        return {"takes": megapg.slices_of(self._writer.model, pg_collection=pg)}
+        return None, megapg.slices_of(self._writer.model, pg_collection=pg)
