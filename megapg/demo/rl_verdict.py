@@ -33,7 +33,7 @@ class Story:
 
 @dataclass(frozen=True)
 class Left:
-    """What the demo left after it shut down the cluster."""
+    """The number of things that are left after the cluster was shut down."""
 
     actors: int
     processes: int
@@ -57,7 +57,7 @@ def judge_rl(calm: Story, faulty: Story, left: Left) -> Iterator[Row]:
         same == len(ends),
         f"on {same} of {len(ends)} trainers",
     )
-    yield _judge_refits([*calm.refits, *faulty.refits], steps + 1)
+    yield _judge_refits(calm, faulty)
     counts = calm.suspended + faulty.suspended
     yield Row(
         "both sessions were suspended while the rollouts generated",
@@ -79,16 +79,22 @@ def judge_rl(calm: Story, faulty: Story, left: Left) -> Iterator[Row]:
     )
 
 
-def _judge_refits(refits: Sequence[Refitted], versions: int) -> Row:
+def _judge_refits(*stories: Story) -> Row:
     pairs = [
-        (each.trainers[0].actor, rollout.actor) for each in refits for rollout in each.rollouts
+        [
+            (each.trainers[0].actor, rollout.actor)
+            for each in story.refits
+            for rollout in each.rollouts
+        ]
+        for story in stories
     ]
-    same = sum(ours == theirs for ours, theirs in pairs)
+    # Weights that never change would be equal as well.
+    versions = [len({ours for ours, _ in run}) for run in pairs]
+    same = [sum(ours == theirs for ours, theirs in run) for run in pairs]
     return Row(
         "after each refit the rollouts' weights equal the actor's, bit for bit",
-        # Weights that never change would be equal as well.
-        same == len(pairs) and len({ours for ours, _ in pairs}) == versions,
-        f"{same} of {len(pairs)} copies, of {versions} versions of the actor",
+        same == [*map(len, pairs)] and versions == [len(story.refits) for story in stories],
+        f"{sum(same)} of {sum(map(len, pairs))} copies, of {versions[-1]} versions of the actor",
     )
 
 
