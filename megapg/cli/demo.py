@@ -100,10 +100,10 @@ def demo(
 def rl() -> None:
     """Train an actor and a critic with rollouts, on a local Ray cluster, through two faults.
 
-    Two trainers hold both models: the actor with tp=2, and the critic with pp=2, each on the groups
-    of its own session. Two rollouts, a job of their own, hold the whole actor and write the samples
-    of the next step. Each step gives them the actor's new weights over a joint group. Both sessions
-    are suspended while the rollouts write.
+    Two trainers hold the actor with tp=2 and the critic with pp=2, on the groups of two sessions. A
+    second job has two rollouts. Each holds the whole actor and writes samples. Each step gives them
+    the actor's new weights over a joint group. Both sessions are suspended while the rollouts
+    write.
 
     The demo trains twice. In the second run it kills a rollout and a trainer. The verdict compares
     losses and weights of the two runs bit by bit, and checks that nothing is left.

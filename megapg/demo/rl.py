@@ -28,7 +28,7 @@ from megapg.demo.show import verdict_table
 from megapg.launch.environment import overridden
 from megapg.testing.agreement.entry import ON_CPUS
 
-# Not tied: a restarted trainer builds its models alone.
+# Tied weights need other ranks when a model is built, and a restarted trainer builds it alone.
 RUN = GPTRun(layers=2, seq_length=32, micro_batch_size=4, num_microbatches=2, steps=6, tied=False)
 WORKERS = 2  # trainers, and rollouts
 KILL_ROLLOUT, ADMIT_ROLLOUT, KILL_TRAINER = 1, 3, 4  # in these steps
@@ -155,7 +155,7 @@ class Job:
         return story
 
     def picture(self) -> Table:
-        """Return a table of the workers: where they are, and what they have."""
+        """Return a table of the workers: node, process and models of each."""
         table = Table("worker", "node", "process", "actor", "critic")
         for index, process in enumerate(self._processes):
             node, number = divmod(index, WORKERS)

@@ -1,7 +1,7 @@
 """The models of ``megapg demo rl``, and the mathematics of a step, on one rank.
 
-The actor writes text, and the critic estimates the reward of each byte. Both are Megatron-core's
-GPT. In a trainer they have different layouts, and Megatron-core trains both.
+The actor writes text, and the critic estimates the reward of each byte. Actor and critic are GPTs
+of Megatron-core. In a trainer they have different layouts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from megapg import load_checkpoint, save_checkpoint
 from megapg.collection import ProcessGroupCollection
 from megapg.demo.gpt import (
     build_chunks,
@@ -43,9 +42,8 @@ Microbatch: TypeAlias = Mapping[str, torch.Tensor]
 class Network:
     """A model of the trainer on its session's groups, with optimizer, schedule and random streams.
 
-    Models in one process share Megatron-core's random streams. Ranks that are neighbours in one
-    layout draw the same numbers, and ranks of another layout do not. So each model has streams of
-    its own, which are in place during its :meth:`turn`.
+    Models in one process share Megatron-core's random streams. But ranks that draw the same numbers
+    in one layout draw different ones in another. So each model has separate streams.
     """
 
     def __init__(self, run: GPTRun, session: Session, forward_step: Callable[..., object]) -> None:
@@ -101,23 +99,14 @@ class Network:
                 chunk.start_param_sync(force_sync=True)
             return mean_over_job(reported, pg.pp, pg.dp)
 
-    def save(self, directory: Path, step: int) -> None:
-        """Save model, optimizer and random streams."""
-        with self.turn() as pg:
-            save_checkpoint(
-                directory, step, model=self.chunks, optimizer=self.optimizer, pg_collection=pg
-            )
-
-    def load(self, directory: Path, step: int) -> None:
-        """Load the checkpoint of a step."""
-        with self.turn() as pg:
-            load_checkpoint(
-                directory,
-                model=self.chunks,
-                optimizer=self.optimizer,
-                pg_collection=pg,
-                iteration=step,
-            )
+    def in_checkpoint(self, directory: Path, pg: ProcessGroupCollection) -> dict[str, Any]:
+        """Return arguments of ``save_checkpoint`` and ``load_checkpoint``."""
+        return {
+            "directory": directory / self.session.name,
+            "model": self.chunks,
+            "optimizer": self.optimizer,
+            "pg_collection": pg,
+        }
 
     def whole(self) -> dict[str, torch.Tensor]:
         """Return name -> whole parameter of this stage, gathered from the tensor parallel ranks."""
@@ -205,44 +194,38 @@ def with_advantages(critic: Network, batch: Sequence[Microbatch]) -> list[Microb
     ]
 
 
-def act(batches: Iterator[Microbatch], model: Any) -> tuple[torch.Tensor, Callable[..., object]]:
-    """Weigh the loss of each byte with its advantage. Megatron-core's ``forward_step_func``."""
-    batch = next(batches)
-    output = model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
-    return output, partial(_mean_of_product, batch["advantages"])
-
-
-def criticise(
-    batches: Iterator[Microbatch], model: Any
-) -> tuple[torch.Tensor, Callable[..., object]]:
-    """Take the squared error of the estimated rewards. Megatron-core's ``forward_step_func``."""
-    batch = next(batches)
-    return model(batch["tokens"], batch["positions"], None), partial(_mean_square, batch)
-
-
-def estimate(
-    batches: Iterator[Microbatch], model: Any
-) -> tuple[torch.Tensor, Callable[..., object]]:
-    """Report the estimated reward of each byte. Megatron-core's ``forward_step_func``."""
-    batch = next(batches)
-    return model(batch["tokens"], batch["positions"], None), _values
-
-
-def _mean_of_product(
-    advantages: torch.Tensor, losses: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    loss = (advantages * losses).mean()
+def _policy_loss(batch: Microbatch, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    loss = (batch["advantages"] * losses).mean()
     return loss, loss.detach().clone()  # the schedule scales the first one in place
 
 
-def _mean_square(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _value_loss(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     loss = ((logits[..., 0] - batch["rewards"]) * batch["written"]).square().mean()
     return loss, loss.detach().clone()
 
 
-def _values(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _values(batch: Microbatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values = logits[..., 0].detach().clone()  # the first logit is the estimate
     return values.mean(), values
+
+
+def _forward_step(
+    loss: Callable[[Microbatch, torch.Tensor], object], *, labelled: bool
+) -> Callable[[Iterator[Microbatch], Any], object]:
+    """Return a ``forward_step_func`` for Megatron-core's schedule."""
+
+    def forward_step(batches: Iterator[Microbatch], model: Any) -> object:
+        batch = next(batches)
+        labels = batch["labels"] if labelled else None
+        output = model(batch["tokens"], batch["positions"], None, labels=labels)
+        return output, partial(loss, batch)
+
+    return forward_step
+
+
+act = _forward_step(_policy_loss, labelled=True)  # for the actor
+criticise = _forward_step(_value_loss, labelled=False)  # for the critic
+estimate = _forward_step(_values, labelled=False)  # reports the critic's values
 
 
 def digest(parameters: Mapping[str, torch.Tensor]) -> str:

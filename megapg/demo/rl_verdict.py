@@ -61,7 +61,7 @@ def judge_rl(calm: Story, faulty: Story, left: Left) -> Iterator[Row]:
     counts = calm.suspended + faulty.suspended
     yield Row(
         "both sessions were suspended while the rollouts generated",
-        len(counts) >= 2 * steps and not any(counts),
+        len(counts) == 2 * steps * len(ends) and not any(counts),
         f"{max(counts, default=0)} groups in {len(counts)} suspended trainers",
     )
     yield _judge_lost_rollout(faulty)

@@ -136,7 +136,10 @@ class Trainer(_Worker):
             ]
         if step:
             for network in self._networks:
-                network.load(self._directory / network.session.name, step)
+                with network.turn() as pg:
+                    megapg.load_checkpoint(
+                        **network.in_checkpoint(self._directory, pg), iteration=step
+                    )
         return rebound
 
     def suspend(self) -> int:
@@ -163,7 +166,8 @@ class Trainer(_Worker):
     def save(self, step: int) -> None:
         """Save a checkpoint of both models."""
         for network in self._networks:
-            network.save(self._directory / network.session.name, step)
+            with network.turn() as pg:
+                megapg.save_checkpoint(**network.in_checkpoint(self._directory, pg), iteration=step)
 
     def leave(self) -> str:
         """Close the sessions after a rank was lost. Return the error, which names the rank."""
