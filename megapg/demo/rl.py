@@ -179,7 +179,7 @@ class Job:
 
     def _open(self, step: int) -> list[int]:
         """Open the sessions of the trainers, at the checkpoint of a step."""
-        launches = megapg.ray.launches(self._trainers, timeout=DEADLINE)  # also for a restart
+        launches = megapg.ray.launches(self._trainers)
         self._ports.append(launches[0].port)
         pairs = zip(self._trainers, launches, strict=True)
         return _results([trainer.open.remote(launch, step) for trainer, launch in pairs])
@@ -235,6 +235,7 @@ class Job:
                 _results([call])
         (self._story.error,) = _all([other], "leave")
         self._say(f"the other trainer: {self._story.error}")
+        _await_restart(victim)
         self._story.rebound = self._open(step)[1 - VICTIM]
         self._changed = True
         self._say(
@@ -254,6 +255,15 @@ def _results(calls: list[Any]) -> list[Any]:
 
 def _said(sizes: Mapping[str, int]) -> str:
     return " and ".join(f"{size} {side}s" for side, size in sizes.items())
+
+
+def _await_restart(actor: ActorHandle) -> None:
+    until = time.monotonic() + DEADLINE
+    while time.monotonic() < until:
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            _all([actor], "process")
+            return
+        time.sleep(0.2)
 
 
 def _children() -> set[psutil.Process]:

@@ -88,10 +88,19 @@ def test_arguments_that_do_not_fit_exit_with_2(arguments, message):
     assert message in " ".join(ended.output.split())
 
 
-def test_ctrl_c_leaves_no_process():
+@pytest.mark.parametrize(
+    ("arguments", "started"),
+    [
+        # the demo, an interpreter, its guard, two ranks
+        (["--steps", "100000", "--world-size", "2"], 5),
+        # the demo, ten processes of Ray, four actors
+        pytest.param(["rl"], 15, marks=pytest.mark.ray),
+    ],
+)
+def test_ctrl_c_leaves_no_process(arguments, started):
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        [*DEMO, "--steps", "100000", "--world-size", "2"],
+        [*DEMO, *arguments],
         env={**os.environ, "MEGAPG_TEST_MARK": mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -109,9 +118,9 @@ def test_ctrl_c_leaves_no_process():
         return found
 
     deadline = time.monotonic() + 180
-    while len(marked()) < 5 and time.monotonic() < deadline:  # demo, interpreter, guard, 2 ranks
+    while len(marked()) < started and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert len(marked()) >= 5
+    assert len(marked()) >= started
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 130, output
