@@ -36,6 +36,7 @@ class Part(enum.StrEnum):
     SCALE = "scale"
     MIGRATE = "migrate"
     PARITY = "parity"
+    REFIT = "refit"
 
 
 def _worlds(text: str) -> tuple[int, ...]:
@@ -104,6 +105,10 @@ def main(
 
     **parity** runs `megapg parity` on sound layouts, on planted faults and on faults of
     Megatron-core itself, and counts what it finds. It needs `tests/support`.
+
+    **refit** moves the weights of a trainer into a rollout of another layout. It compares
+    `megapg.Refit` with Megatron-core's resharding (0.19) and with a broadcast of gathered
+    parameters: time, peak memory and bytes.
 
     All ranks are processes on this host. A full run takes about sixteen minutes on two idle cores,
     and 10 GiB of memory at world 32. On a busy machine wall times mislead; look at the ratios of

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +20,16 @@ from megapg import torch_private
 from megapg.collection import ProcessGroup
 from megapg.errors import RefitError
 from megapg.refit.moves import Move, Names, Part, plan_moves
-from megapg.refit.rounds import rounds_of
+from megapg.refit.rounds import padded, rounds_of
 from megapg.refit.slices import Slices
+
+_ALONE = 64 << 10
+"""Bytes of a box from which it is a message of its own, without a copy if it is contiguous."""
 
 
 @dataclass(frozen=True)
 class RefitReport:
-    """What one run moved on this rank.
+    """The result of one run on this rank.
 
     Attributes:
         sent: bytes sent to other ranks.
@@ -53,8 +56,8 @@ class Refit:
         ...
         report = refit.run()  # after each step, on every rank of the group
 
-    The constructor exchanges the slices of all ranks, and each rank plans alone. :meth:`run` writes
-    the values of the source into the live tensors of the target, bit for bit. Each element that a
+    The constructor exchanges the slices of all ranks. Then each rank makes the same plan. :meth:`run`
+    writes the values of the source into the live tensors of the target, bit for bit. Each element that a
     rank does not hold itself reaches it once. A rank may give and take.
 
     If a model is built anew, make a new object on every rank. An object is not thread-safe.
@@ -64,9 +67,8 @@ class Refit:
             the group makes the object and runs it.
         gives: the slices of the source that this rank holds; None: none.
         takes: the slices of the target that this rank holds; None: none.
-        names: for a target with other names: name of the target tensor -> name of the source
-            tensor, or the :class:`Part` objects that make up the target. A tensor without an entry
-            has the same name in both.
+        names: name of a target tensor -> name of the source tensor, or the :class:`Part` objects
+            that make up the target. A tensor without an entry has the same name in both.
         bucket_bytes: the most memory of a rank for buffers during :meth:`run`, the same on all
             ranks.
 
@@ -110,6 +112,7 @@ class Refit:
             for each in rounds_of(moves, bucket_bytes)
         )
         self._rounds = [each for each in mine if each]
+        self._largest = max((sum(map(padded, each)) for each in self._rounds), default=0)
         used = [*self._copies, *(move for each in self._rounds for move in each)]
         self._given = sorted({move.given for move in used if move.sender == self._rank})
         self._taken = sorted({move.taken for move in used if move.receiver == self._rank})
@@ -118,7 +121,7 @@ class Refit:
         """Move the weights. Every rank of the group calls it.
 
         Returns:
-            What this rank sent, received and copied.
+            The bytes that this rank sent, received and copied.
 
         Raises:
             RefitError: on every rank, before any weight changes: a tensor of a rank has another
@@ -141,67 +144,64 @@ class Refit:
         with self._waiting("waiting for all ranks to start a refit"):
             problems = self._everyone(problem, self._device)
         _raise_first(problems)
-        sent = received = buffer = 0
+        buffer = _Buffer(self._largest, self._device)
         with self._waiting("moving weights"), torch.no_grad():
             for move in self._copies:
                 box = _box(target[move.taken], move.taken_offset, move.shape)
-                box.copy_(_box_of_source(source[move.given], move).view(move.shape))
+                box.copy_(_source_box(source[move.given], move))
             for moves in self._rounds:
-                outgoing, incoming = self._round(moves, source, target)
-                sent, received = sent + outgoing, received + incoming
-                buffer = max(buffer, outgoing + incoming)
-            if self._device.type == "cuda":
-                torch.cuda.current_stream(self._device).synchronize()
-        copied = sum(move.nbytes for move in self._copies)
-        seconds = time.monotonic() - started
-        return RefitReport(sent, received, copied, len(self._rounds), buffer, seconds)
+                self._round(moves, source, target, buffer)
+            if (device := self._device).type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+        moved = [move for moves in self._rounds for move in moves]
+        return RefitReport(
+            sent=sum(move.nbytes for move in moved if move.sender == self._rank),
+            received=sum(move.nbytes for move in moved if move.receiver == self._rank),
+            copied=sum(move.nbytes for move in self._copies),
+            rounds=len(self._rounds),
+            buffer=buffer.used,
+            seconds=time.monotonic() - started,
+        )
 
     def _round(
         self,
         moves: Sequence[Move],
         source: dict[int, torch.Tensor],
         target: dict[int, torch.Tensor],
-    ) -> tuple[int, int]:
-        outgoing: dict[int, list[Move]] = defaultdict(list)
-        incoming: dict[int, list[Move]] = defaultdict(list)
-        # Large elements come first in a buffer, so that each box is aligned to its elements.
-        for move in sorted(moves, key=lambda move: -move.itemsize):
-            if move.sender == self._rank:
-                outgoing[move.receiver].append(move)
-            else:
-                incoming[move.sender].append(move)
-        received = {peer: self._buffer(each) for peer, each in incoming.items()}
-        sent = {peer: self._buffer(each) for peer, each in outgoing.items()}
-        for peer, each in outgoing.items():
-            for move, piece in self._pieces(sent[peer], each, source):
-                piece.copy_(_box_of_source(source[move.given], move).view(move.shape))
-        works = dist.batch_isend_irecv(
-            [self._operation(dist.irecv, *pair) for pair in received.items()]
-            + [self._operation(dist.isend, *pair) for pair in sent.items()]
-        )
-        for work in works:
+        buffer: _Buffer,
+    ) -> None:
+        """Move the boxes of a round."""
+        operations, arriving = list[dist.P2POp](), list[Callable[[], None]]()
+        buffer.clear()
+        for message in _messages(moves):
+            sends = message[0].sender == self._rank
+            boxes = [
+                _source_box(source[move.given], move)
+                if sends
+                else _box(target[move.taken], move.taken_offset, move.shape)
+                for move in message
+            ]
+            content = self._as_bytes(boxes)
+            if content is None:
+                content = buffer.take(message)
+                if sends:
+                    _pack(boxes, content)
+                else:
+                    arriving.append(partial(_unpack, content, boxes))
+            call, peer = (
+                (dist.isend, message[0].receiver) if sends else (dist.irecv, message[0].sender)
+            )
+            operations.append(dist.P2POp(call, content, group=self._group, group_peer=peer))
+        for work in dist.batch_isend_irecv(operations):
             work.wait()
-        for peer, each in incoming.items():
-            for move, piece in self._pieces(received[peer], each, target):
-                _box(target[move.taken], move.taken_offset, move.shape).copy_(piece)
-        return _bytes(sent.values()), _bytes(received.values())
+        for unpack in arriving:
+            unpack()
 
-    def _buffer(self, moves: Sequence[Move]) -> torch.Tensor:
-        size = sum(move.nbytes for move in moves)
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
-
-    def _pieces(
-        self, buffer: torch.Tensor, moves: Sequence[Move], tensors: dict[int, torch.Tensor]
-    ) -> Iterator[tuple[Move, torch.Tensor]]:
-        """Yield each move with its part of the buffer, as a tensor of its shape."""
-        at = 0
-        for move in moves:
-            dtype = tensors[move.given if move.sender == self._rank else move.taken].dtype
-            yield move, buffer[at : at + move.nbytes].view(dtype).view(move.shape)
-            at += move.nbytes
-
-    def _operation(self, call: Callable[..., Any], peer: int, buffer: torch.Tensor) -> dist.P2POp:
-        return dist.P2POp(call, buffer, group=self._group, group_peer=peer)
+    def _as_bytes(self, boxes: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the memory of a single box, if it needs no buffer."""
+        if len(boxes) > 1 or boxes[0].device != self._device or not boxes[0].is_contiguous():
+            return None
+        return boxes[0].reshape(-1).view(torch.uint8)
 
     # -- the beginning -----------------------------------------------------------------------------
 
@@ -319,6 +319,28 @@ class Refit:
             ) from error
 
 
+class _Buffer:
+    """The memory for the boxes of a round that are not sent from their tensors."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size, self._device = size, device
+        self._memory: torch.Tensor | None = None
+        self._taken = 0
+        self.used = 0  # the most bytes at one time
+
+    def clear(self) -> None:
+        self._taken = 0
+
+    def take(self, message: Sequence[Move]) -> torch.Tensor:
+        """Return the memory for a message. It is aligned to elements of any type."""
+        if self._memory is None:
+            self._memory = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+        begin = self._taken
+        self._taken += sum(map(padded, message))
+        self.used = max(self.used, self._taken)
+        return self._memory[begin : begin + sum(move.nbytes for move in message)]
+
+
 def _raise_first(problems: Sequence[str]) -> None:
     for rank, problem in enumerate(problems):
         if problem:
@@ -344,7 +366,7 @@ def _box(tensor: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> t
     ]
 
 
-def _box_of_source(tensor: torch.Tensor, move: Move) -> torch.Tensor:
+def _source_box(tensor: torch.Tensor, move: Move) -> torch.Tensor:
     """Return the box of a move in a source, with the axes of the target."""
     more = tensor.dim() - len(move.shape)
     shape = (1,) * more + move.shape[max(-more, 0) :]
@@ -352,5 +374,30 @@ def _box_of_source(tensor: torch.Tensor, move: Move) -> torch.Tensor:
     return box[(0,) * more] if more > 0 else box[(None,) * -more]
 
 
-def _bytes(buffers: Any) -> int:
-    return sum(math.prod(each.shape) for each in buffers)
+def _messages(moves: Sequence[Move]) -> list[list[Move]]:
+    """Return the moves of each message, in the same order on both of its ranks."""
+    alone = [[move] for move in moves if move.nbytes >= _ALONE]
+    together: dict[tuple[int, int], list[Move]] = defaultdict(list)
+    # Large elements come first in a buffer, so that each box is aligned to its elements.
+    for move in sorted(moves, key=lambda move: -move.itemsize):
+        if move.nbytes < _ALONE:
+            together[move.sender, move.receiver].append(move)
+    return [*together.values(), *alone]
+
+
+def _pack(boxes: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    for box, piece in zip(boxes, _pieces(buffer, boxes), strict=True):
+        piece.copy_(box)
+
+
+def _unpack(buffer: torch.Tensor, boxes: Sequence[torch.Tensor]) -> None:
+    for box, piece in zip(boxes, _pieces(buffer, boxes), strict=True):
+        box.copy_(piece)
+
+
+def _pieces(buffer: torch.Tensor, boxes: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the part of the buffer of each box, as a tensor of its shape."""
+    at = 0
+    for box in boxes:
+        yield buffer[at : at + box.nbytes].view(box.dtype).view(box.shape)
+        at += box.nbytes

@@ -1,7 +1,7 @@
 """The moves of a refit in rounds, so that the buffers of a round fit into a limit.
 
-Every rank computes the same rounds. In a round a rank posts all its receives and sends before it
-waits for one, so no order of the ranks can make them wait for each other.
+Every rank computes the same rounds. In a round, a rank posts all its receives and sends before it
+waits for one. So the ranks can't deadlock.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from megapg.refit.moves import Move
 
+_ALIGNED = 16  # bytes of the largest element
 _PIECES = 4  # A box of more than a quarter of the limit is cut, so that rounds get full.
 
 
@@ -31,7 +32,7 @@ def rounds_of(moves: Iterable[Move], limit: int) -> list[list[Move]]:
             continue
         ends = move.sender, move.receiver
         for chunk in _cut(move, max(limit // _PIECES, move.itemsize)):
-            size = chunk.nbytes
+            size = padded(chunk)
             at = max(first[rank] for rank in ends)
             while any(_used(used[rank], at) + size > limit for rank in ends):
                 at += 1
@@ -45,6 +46,11 @@ def rounds_of(moves: Iterable[Move], limit: int) -> list[list[Move]]:
                 while first[rank] < len(row) and row[first[rank]] >= full:
                     first[rank] += 1
     return rounds
+
+
+def padded(move: Move) -> int:
+    """Return the bytes of the box, rounded up so that the next one is aligned."""
+    return -(-move.nbytes // _ALIGNED) * _ALIGNED
 
 
 def _used(row: Sequence[int], at: int) -> int:

@@ -1,4 +1,4 @@
-"""Which slices of which tensors a rank holds, as plain data. Needs only the standard library."""
+"""The slices of tensors that a rank holds, as plain data. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Slices:
     Attributes:
         described: the slices.
         live: for each slice, a function that returns the tensor of its extent: a view of the
-            parameter as it is now. Empty after :meth:`from_json`.
+            live parameter. Empty after :meth:`from_json`.
         prepare: is called before the tensors are read.
     """
 

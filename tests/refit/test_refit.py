@@ -1,11 +1,15 @@
 """Move the weights of real Megatron-core models into other layouts, over gloo."""
 
+import contextlib
+import io
 import os
+import runpy
 import shutil
 import time
 import zlib
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from ports import free_port
 
 import megapg
+from megapg import Part
 from megapg.errors import RankFailedError, RefitError
 from megapg.layout import ParallelLayout
 from megapg.testing import megatron_on_cpu, run_distributed
@@ -199,7 +204,7 @@ def hugging_face(model):
 
 
 def to_hugging_face(folder, address, ports):
-    """The rollout is a job of its own, with a WORLD of one rank."""
+    """The rollout is another job, with a WORLD of one rank."""
     rank = int(os.environ["RANK"])
     trains = rank < 2
     launch = megapg.Launch(
@@ -242,6 +247,77 @@ def test_one_rank_of_another_job_with_the_names_of_hugging_face(tmp_path):
         first, second, received = run_distributed(run, 3, preload=PRELOAD)
     assert first + second == received
     assert abs(first - second) < received / 10  # replicas share the work
+
+
+def example(folder):
+    script = folder / "weights.py"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_example_of_the_guide(tmp_path):
+    page = (Path(__file__).parents[2] / "migration_guide/rl-framework.md").read_text()
+    section = page.partition("## Weights to the rollout")[2]
+    (tmp_path / "weights.py").write_text(section.partition("```python\n")[2].partition("```")[0])
+    printed = run_distributed(partial(example, tmp_path), 3, preload=PRELOAD)
+    sent = [int(each.split(" sent ")[1].split()[0]) for each in printed]
+    assert sent[2] == 0
+    assert f"received {sent[0] + sent[1]} bytes" in printed[2]
+
+
+# --- tensors of every kind ------------------------------------------------------------------------
+
+
+def every_kind(bucket):
+    dist.init_process_group("gloo")
+    whole = torch.arange(300.0 * 400).view(300, 400)
+    weights = {
+        "whole": whole,
+        "strided": whole.t(),
+        "cut": whole,
+        "bfloat16": whole[:5, :7].bfloat16(),
+        "int64": torch.arange(9),
+        "bool": torch.tensor([True, False, True]),
+        "number": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 4),
+        "of another type": torch.arange(3, dtype=torch.uint8),
+    }
+    # Two ranks give; the third takes some, into tensors with other strides.
+    takes = dist.get_rank() == 2
+    targets = {name: torch.full_like(each, 0) for name, each in weights.items()}
+    targets["strided"] = torch.zeros(400, 600)[:, ::2]
+    targets |= {"columns": torch.zeros(300, 101), "rows": torch.zeros(200, 400)}
+    del targets["cut"]
+    names = {
+        "columns": [Part("cut", (0, 299), (0, 0), (300, 101))],
+        "rows": [Part("cut", (100, 0), (0, 0), (200, 400))],
+    }
+    refit = megapg.Refit(
+        dist.group.WORLD,
+        gives=None if takes else megapg.slices_of(weights),
+        takes=megapg.slices_of(targets) if takes else None,
+        names=names if takes else None,
+        bucket_bytes=bucket,
+    )
+    report = refit.run()
+    assert report.buffer <= bucket
+    if takes:
+        expected = {**weights, "columns": whole[:, 299:], "rows": whole[100:]}
+        assert [n for n, t in targets.items() if not torch.equal(t, expected[n])] == []
+    dist.destroy_process_group()
+    return report
+
+
+def test_tensors_of_every_kind():
+    """A large box is one message. If it is contiguous, it needs no buffer."""
+    for bucket in (1 << 12, 1 << 20):
+        reports = run_distributed(partial(every_kind, bucket), 3)
+        first, second, last = reports
+        assert first.sent + second.sent == last.received
+        assert abs(first.sent - second.sent) < last.received / 2
+        assert last.buffer < last.received / 2
+    assert second.rounds < 10
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -311,7 +387,7 @@ def absent(phase, done):
     refit = megapg.Refit(dist.group.WORLD, **{side: megapg.slices_of(weights)}, bucket_bytes=4096)
     if dist.get_rank():
         if phase == "dies":
-            refit._pieces = lambda *_: os._exit(0)
+            refit._round = lambda *_: os._exit(0)
             refit.run()
         while not done.exists():
             time.sleep(0.05)

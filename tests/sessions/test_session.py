@@ -410,6 +410,28 @@ def test_a_closed_session_says_so():
         raise AssertionError("the block must not run")
 
 
+def closed_after_an_error():
+    """Rank 0 waits for no other rank, and the others raise its error."""
+    steps = Steps()
+    session = megapg.session(tp=2, timeout=60)
+    steps.together()
+    if session.rank == 0:
+        session.close(RuntimeError("a worker was lost"))
+        steps.say("closed")
+    else:
+        steps.hear("closed", (0,))
+        with pytest.raises(RendezvousError, match="rank 0: RuntimeError: a worker was lost"):
+            session.close()
+    steps.together()
+    with megapg.session(tp=2, timeout=60) as again:
+        dist.all_reduce(torch.ones(1), group=again.groups.tp)
+    return session.closed
+
+
+def test_a_close_after_an_error_waits_for_no_rank():
+    assert run_distributed(closed_after_an_error, 2, deadline=120) == [True, True]
+
+
 def slow_first_use():
     """Ranks 0 and 1 have closed before 2 and 3 first use a group that connects lazily."""
     steps = Steps()
