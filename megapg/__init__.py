@@ -40,7 +40,8 @@ if TYPE_CHECKING:
         to_megatron,
         was_passed,
     )
-    from megapg.ownership.joint import Invitation, JointGroup, joint_group
+    from megapg.ownership.joint import JointGroup, joint_group
+    from megapg.ownership.joint_meeting import Invitation
     from megapg.ownership.offload import OffloadReport
     from megapg.ownership.opening import LayoutSizes
     from megapg.ownership.rebind import Rebound
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from megapg.refit.llama import llama_names
     from megapg.refit.moves import Part
     from megapg.refit.slices import Slice, Slices, slices_of
-    from megapg.rendezvous.connect import SharedStore
+    from megapg.rendezvous.shared_store import SharedStore
     from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
 
 __version__ = "0.2.0"
@@ -61,7 +62,7 @@ _HOMES = {
     "CommunicatorOptions": "megapg.communicators.options",
     "Launch": "megapg.launch",
     "HealthReport": "megapg.communicators.warm_up",
-    "Invitation": "megapg.ownership.joint",
+    "Invitation": "megapg.ownership.joint_meeting",
     "JointGroup": "megapg.ownership.joint",
     "LayoutSizes": "megapg.ownership.opening",
     "Lease": "megapg.collection",
@@ -78,7 +79,7 @@ _HOMES = {
     "RefitReport": "megapg.refit.exchange",
     "RngState": "megapg.rng",
     "Session": "megapg.ownership.session",
-    "SharedStore": "megapg.rendezvous.connect",
+    "SharedStore": "megapg.rendezvous.shared_store",
     "Slice": "megapg.refit.slices",
     "Slices": "megapg.refit.slices",
     "WarmUpReport": "megapg.communicators.warm_up",

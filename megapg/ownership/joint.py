@@ -9,18 +9,17 @@ members may change from one to the next.
 from __future__ import annotations
 
 import _thread
+import atexit
 import contextlib
 import logging
 import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Self
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -32,14 +31,22 @@ from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.backends import backend_for
 from megapg.communicators.options import CommunicatorOptions
 from megapg.communicators.warm_up import HealthReport
-from megapg.errors import LayoutError, RendezvousError, SessionError, UnsupportedOptionError
+from megapg.errors import RendezvousError, SessionError, UnsupportedOptionError
 from megapg.ownership import offload
+from megapg.ownership.foreign import admit, check_foreign
+from megapg.ownership.joint_meeting import (
+    Invitation,
+    Meeting,
+    Terms,
+    confirm,
+    meet,
+    prefix_of,
+    title_of,
+)
+from megapg.ownership.sides import LastHosts, Sides
 from megapg.ownership.validate import check_waits
-from megapg.rendezvous.connect import SharedStore, shared_store
-from megapg.rendezvous.coordinator import Coordinator
-from megapg.rendezvous.problems import BY_NUMBER, RankNames, culprits, told
-from megapg.rendezvous.rendezvous import Agreement
-from megapg.rendezvous.store import Store, host_of
+from megapg.rendezvous.problems import culprits, told
+from megapg.rendezvous.shared_store import SharedStore, connected
 
 logger = logging.getLogger(__name__)
 
@@ -47,129 +54,51 @@ logger = logging.getLogger(__name__)
 _NEWS_WAIT = 5.0
 # Seconds for which a finaliser blocks the thread that dropped the last reference.
 _FINALISER_WAIT = 10.0
-# The longest pause between two looks for a foreign rank, in seconds.
-_PAUSE = 0.05
-
-
-@dataclass(frozen=True)
-class Invitation:
-    """What processes that do not use megapg need to join a group.
-
-    The names are those of SGLang's ``init_weights_update_group``. A rank of the side calls
-    ``init_custom_process_group(init_method=f"tcp://{master_address}:{master_port}",
-    rank=rank_offset + its rank, ...)`` with the other values as they are.
-
-    Attributes:
-        master_address: the host of the store.
-        master_port: the port of the store.
-        rank_offset: the rank of the first member of the side in the group.
-        world_size: the number of ranks of the group, with all sides.
-        group_name: the name of the group. Each generation has another one.
-        backend: the backend of the group.
-    """
-
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    group_name: str
-    backend: str
-
-
-class _Sides(RankNames):
-    """The sides of a group, and the ranks of each."""
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes.values()):
-            raise LayoutError(
-                f"sizes={dict(sizes)}: give the number of ranks of each side, at least 1, as in "
-                "{'trainer': 4, 'rollout': 2}."
-            )
-        self.sizes = dict(sizes)
-        self.total = sum(self.sizes.values())
-
-    def ranks(self, side: str) -> range:
-        if side not in self.sizes:
-            raise LayoutError(f"there is no side {side!r}; the sides are {', '.join(self.sizes)}.")
-        first = 0
-        for name, size in self.sizes.items():
-            if name == side:
-                break
-            first += size
-        return range(first, first + self.sizes[side])
-
-    def rank(self, side: str, number: int) -> int:
-        """Return the rank in the group."""
-        ranks = self.ranks(side)
-        if not 0 <= number < len(ranks):
-            raise LayoutError(
-                f"rank={number} is not within the {len(ranks)} ranks of side {side!r}."
-            )
-        return ranks[number]
-
-    def member(self, rank: int) -> tuple[str, int]:
-        """Return the side of a rank, and the rank in the side."""
-        for side in self.sizes:
-            if rank in self.ranks(side):
-                return side, self.ranks(side).index(rank)
-        raise LayoutError(f"there is no rank {rank} among {self.total} ranks.")
-
-    @override
-    def one(self, rank: int) -> str:
-        if rank >= self.total:  # of a process with other sizes
-            return super().one(rank)
-        side, number = self.member(rank)
-        return f"side {side!r} rank {number}"
-
-    @override
-    def several(self, ranks: Collection[int]) -> str:
-        names = [self.one(rank) for rank in ranks]
-        return ", ".join(names[:8]) + (" and more" if len(names) > 8 else "")
-
-    @override
-    def __str__(self) -> str:
-        return ", ".join(f"{side} {size}" for side, size in self.sizes.items())
-
-
-@dataclass(frozen=True)
-class _Meeting:
-    """The ranks that agreed on a generation, before the group exists."""
-
-    sides: _Sides
-    rank: int
-    generation: int
-    coordinator: Coordinator
-    agreement: Agreement
 
 
 class _Open:
     """The open parts of a group: what must be ended when the group is dropped."""
 
-    def __init__(self, title: str, timeout: float) -> None:
-        self.title, self.timeout, self.pid = title, timeout, os.getpid()
-        self.coordinator: Coordinator | None = None  # set while the ranks are connected
-        self.names: RankNames = BY_NUMBER
+    def __init__(self, terms: Terms) -> None:
+        self.terms, self.pid = terms, os.getpid()
+        self.meeting: Meeting | None = None  # set while the ranks are connected
         self.group: ProcessGroup | None = None
 
     def end(self, error: BaseException | None, *, alone: bool = False) -> dict[int, str]:
         """Disconnect from the other ranks, and end the group. Return rank -> its error."""
-        coordinator, self.coordinator = self.coordinator, None
+        meeting, self.meeting = self.meeting, None
         problems: dict[int, str] = {}
         ended = False
         try:
-            if coordinator is not None and alone:
-                coordinator.leave()
-            elif coordinator is not None:
-                problems = coordinator.part(error, timeout=self.timeout)
+            if meeting is not None and alone:
+                meeting.coordinator.leave()
+            elif meeting is not None:
+                problems = meeting.coordinator.part(error, timeout=self.terms.timeout)
             ended = True
         finally:
             self.destroy(abort=alone or error is not None or bool(problems) or not ended)
-        if isinstance(error, Exception) and coordinator is not None:
+        if isinstance(error, Exception) and meeting is not None:
             of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
-            wait = min(self.timeout, _NEWS_WAIT) if of_torch else 0.0
-            if news := coordinator.news(wait=wait):
-                error.add_note(f"{self.title}, the other ranks: {told(news, self.names)}.")
+            wait = min(self.terms.timeout, _NEWS_WAIT) if of_torch else 0.0
+            if news := told(meeting.coordinator.news(wait=wait), meeting.sides):
+                error.add_note(f"{self.terms.title}, the other ranks: {news}.")
         return problems
+
+    def drop(self, how: str = "was still open when Python ended") -> None:
+        """Abort a group that was never closed. The other ranks are notified, not waited for."""
+        atexit.unregister(self.drop)
+        if self.meeting is None or self.pid != os.getpid():
+            return
+        said = f"{self.terms.title} {how}, and is aborted"
+        try:
+            warnings.warn(
+                f"{said}. Use a `with` block, or call close().", ResourceWarning, stacklevel=2
+            )
+        finally:  # also if warnings are errors
+            try:
+                self.end(SessionError(said))
+            except Exception as trouble:
+                logger.warning("%s, and could not be closed: %r", said, trouble)
 
     def destroy(self, *, abort: bool) -> None:
         group, self.group = self.group, None
@@ -191,33 +120,15 @@ class JointGroup:
 
     generation = 0
 
-    def __init__(
-        self,
-        name: str,
-        side: str,
-        rank: int,
-        sides: _Sides,
-        store: Store,
-        *,
-        backend: str,
-        timeout: float,
-        collective_timeout: timedelta,
-        foreign: Mapping[str, Callable[[Invitation], object]],
-        address: tuple[str, int] | None,
-    ) -> None:
-        self.name, self.side = name, side
-        self._store, self._backend, self._timeout = store, backend, timeout
-        self._collective_timeout, self._foreign, self._address = (
-            collective_timeout,
-            foreign,
-            address,
-        )
-        self._title = _title_of(name)
-        self._sides, self._rank = sides, sides.rank(side, rank)
+    def __init__(self, terms: Terms, sides: Sides, rank: int, hosts: Sequence[str]) -> None:
+        self.name, self.side = terms.name, terms.side
+        self._terms, self._sides, self._rank = terms, sides, rank
         self._state, self._since = LeaseState.FAILED, ""
-        self._open = _Open(self._title, timeout)
-        self._create(self._meet(sides, self._rank))
+        self._open = _Open(terms)
+        self._create(meet(terms, sides, rank, hosts))
         self._dropped = weakref.finalize(self, _drop, self._open)
+        self._dropped.atexit = False
+        atexit.register(self._open.drop)
 
     # -- use ---------------------------------------------------------------------------------
 
@@ -235,8 +146,8 @@ class JointGroup:
         assert self._open.group is not None  # set while the state is LIVE
         if not torch_private.knows(self._open.group):
             raise SessionError(
-                f"{self._title}: WORLD was destroyed, and torch ends all groups with it. Call "
-                "renew() on every rank, or close()."
+                f"{self._terms.title}: WORLD was destroyed, and torch ends all groups with it. "
+                "Call renew() on every rank, or close()."
             )
         return self._open.group
 
@@ -291,20 +202,26 @@ class JointGroup:
             RendezvousError: ranks did not arrive; the message names side, rank and host, and
                 ``missing`` has their ranks in the group.
         """
-        wait = self._timeout if timeout is None else timeout
+        wait = self._terms.timeout if timeout is None else timeout
         check_waits(wait)
         self._expect_live("check()")
-        assert self._open.coordinator is not None  # set while the state is LIVE
+        assert self._open.meeting is not None  # set while the state is LIVE
         started = time.perf_counter()
         try:
-            heard = self._open.coordinator.exchange("check()", "", timeout=wait)
+            heard = self._open.meeting.coordinator.exchange("check()", "", timeout=wait)
         except RendezvousError as error:
             if not reason:
                 raise
             raise RendezvousError(f"{reason}: {error}", error.missing) from None
-        return HealthReport(self._title, reason, tuple(heard), time.perf_counter() - started)
+        return HealthReport(self._terms.title, reason, tuple(heard), time.perf_counter() - started)
 
-    def renew(self, sizes: Mapping[str, int] | None = None, *, rank: int | None = None) -> None:
+    def renew(
+        self,
+        sizes: Mapping[str, int] | None = None,
+        *,
+        rank: int | None = None,
+        hosts: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
         """Agree on the members anew, and replace the group by one of the next generation.
 
         Every remaining member calls this with the same sizes, for example after a rank died. New
@@ -314,6 +231,8 @@ class JointGroup:
         Args:
             sizes: the new sizes. Default: as before.
             rank: the new rank of this process in its side. Default: as before.
+            hosts: as for :func:`joint_group`. Default: the hosts of the last generation, if the
+                sizes are as before.
 
         Raises:
             LayoutError: the sizes do not fit this process.
@@ -323,13 +242,18 @@ class JointGroup:
                 again, or close.
         """
         if self._state is LeaseState.CLOSED:
-            raise SessionError(f"renew(): {self._title} was closed {self._since}. Open a new one.")
-        sides = self._sides if sizes is None else _Sides(sizes)
+            raise SessionError(
+                f"renew(): {self._terms.title} was closed {self._since}. Open a new one."
+            )
+        sides = self._sides if sizes is None else Sides(sizes)
         number = self._sides.member(self._rank)[1] if rank is None else rank
-        meeting = self._meet(sides, sides.rank(self.side, number))
+        known = sides.hosts(hosts) if hosts is not None else ()
+        if hosts is None and sizes in (None, self.sizes) and self._open.meeting is not None:
+            known = LastHosts(self._open.meeting.coordinator, self.size)
+        meeting = meet(self._terms, sides, sides.rank(self.side, number), known)
         self._state, self._since = LeaseState.FAILED, f"{_now()} in renew()"
         with contextlib.suppress(TimeoutError):  # work with a rank that died
-            offload.synchronize(self._timeout)
+            offload.synchronize(self._terms.timeout)
         # All remaining members are in the meeting, so none of them uses the old group.
         self._open.end(None, alone=True)
         self._create(meeting)
@@ -343,9 +267,9 @@ class JointGroup:
             "side": self.side,
             "rank": self._rank,
             "sizes": self.sizes,
-            "backend": self._backend,
-            "timeout": self._timeout,
-            "collective_timeout": self._collective_timeout.total_seconds(),
+            "backend": self._terms.backend,
+            "timeout": self._terms.timeout,
+            "collective_timeout": self._terms.collective_timeout.total_seconds(),
         }
 
     @override
@@ -353,103 +277,32 @@ class JointGroup:
         me = self._sides.one(self._rank)
         return (
             f"<JointGroup {self.name!r} generation {self.generation} {self._state.value}: {me} "
-            f"of {self._sides} ({self._backend})>"
+            f"of {self._sides} ({self._terms.backend})>"
         )
 
     # -- opening -----------------------------------------------------------------------------
 
-    def _meet(self, sides: _Sides, rank: int) -> _Meeting:
-        """Wait until all ranks that are not foreign have agreed on the next generation."""
-        ours = [each for each in range(sides.total) if sides.member(each)[0] not in self._foreign]
-        deadline = time.monotonic() + self._timeout
-        with self._store.until(deadline, self._title):
-            keys = self._store.view(_keys_of(self.name))
-            generation = int(keys.peek("generation") or 0) + 1
-            coordinator = Coordinator(
-                keys.view(str(generation)), f"{self.name} ({sides})", rank, ours, names=sides
-            )
-            agreement = coordinator.meet(
-                {
-                    "backend": self._backend,
-                    "collective_timeout": str(self._collective_timeout),
-                    "foreign": str(sorted(self._foreign)),
-                    "connects_lazily": str(backend_for(self._backend).connects_lazily),
-                },
-                timeout=self._timeout,
-            )
-        return _Meeting(sides, rank, generation, coordinator, agreement)
-
-    def _create(self, meeting: _Meeting) -> None:
+    def _create(self, meeting: Meeting) -> None:
         """Create the group with the ranks of a meeting."""
-        sides, coordinator, timeout = meeting.sides, meeting.coordinator, self._timeout
-        opened = _Open(self._title, timeout)
-        with self._store.until(time.monotonic() + timeout, self._title):
+        terms, opened = self._terms, _Open(self._terms)
+        with terms.store.until(time.monotonic() + terms.timeout, terms.title):
             try:
-                if self._foreign:
-                    opened.group = self._create_with_foreign(meeting)
-                else:
-                    name = f"{_keys_of(self.name)}/{meeting.generation}"
-                    opened.group = self._make(meeting, name, meeting.agreement.store, lazily=True)
-                coordinator.confirm(None, timeout=timeout)
-                keys = self._store.view(_keys_of(self.name))
-                keys.set("generation", str(meeting.generation))
-                if meeting.rank == coordinator.ranks[0]:
-                    _forget(keys, meeting.generation)
+                opened.group = _made(terms, meeting)
+                confirm(terms, meeting)
             except BaseException as error:
                 opened.destroy(abort=True)
-                problems = coordinator.give_up(error, timeout=min(timeout, _NEWS_WAIT))
+                wait = min(terms.timeout, _NEWS_WAIT)
+                problems = meeting.coordinator.give_up(error, timeout=wait)
                 problems.pop(meeting.rank, None)
                 if isinstance(error, Exception) and problems:
-                    error.add_note(f"{self._title}, the other ranks: {told(problems, sides)}.")
+                    news = told(problems, meeting.sides)
+                    error.add_note(f"{terms.title}, the other ranks: {news}.")
                 raise
-        self._open.coordinator, self._open.group = coordinator, opened.group
-        self._open.names = sides
-        self._sides, self._rank, self.generation = sides, meeting.rank, meeting.generation
+        self._open.group, self._open.meeting = opened.group, meeting
+        self._sides, self._rank = meeting.sides, meeting.rank
+        self.generation = meeting.generation
         self._state, self._since = LeaseState.LIVE, ""
         logger.info("%s", self)
-
-    def _make(self, meeting: _Meeting, name: str, store: Store, *, lazily: bool) -> ProcessGroup:
-        wanted = torch_private.NewGroup(
-            range(meeting.sides.total),
-            self._backend,
-            name,
-            f"{self._title}: {meeting.sides}",
-            self._collective_timeout,
-            backend_for(self._backend).options(self._title, CommunicatorOptions()),
-        )
-        store.torch.set_timeout(self._collective_timeout)
-        return communicators_of_torch.make_apart(
-            wanted, meeting.rank, store, lazily=lazily, within=self._timeout
-        )
-
-    def _create_with_foreign(self, meeting: _Meeting) -> ProcessGroup:
-        """Invite the foreign sides, wait for them, and create the group as they do."""
-        assert self._address is not None  # checked by joint_group()
-        name = f"{self.name}-{meeting.generation}"
-        if meeting.rank == meeting.coordinator.ranks[0]:
-            for side, invite in self._foreign.items():
-                first = meeting.sides.ranks(side)[0]
-                invite(Invitation(*self._address, first, meeting.sides.total, name, self._backend))
-        store = self._store.view(name)
-        if "gloo" in self._backend:  # NCCL shows nothing in the store before its first collective
-            self._await_foreign(meeting, store, name)
-        return self._make(meeting, name, store, lazily=False)
-
-    def _await_foreign(self, meeting: _Meeting, store: Store, name: str) -> None:
-        waiting = [rank for side in self._foreign for rank in meeting.sides.ranks(side)]
-        deadline = time.monotonic() + self._timeout
-        while True:
-            waiting = [r for r in waiting if not store.check([torch_private.key_in_gloo(name, r)])]
-            if not waiting:
-                return
-            if time.monotonic() >= deadline:
-                raise RendezvousError(
-                    f"{self._title}: {meeting.sides.several(waiting)} did not come to "
-                    f"{self._store.host.name} within {self._timeout:g} s, under the group name "
-                    f"{name!r}. See whether the invitation reached that side, and look at its log.",
-                    waiting,
-                )
-            time.sleep(_PAUSE)
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -471,12 +324,13 @@ class JointGroup:
             return
         self._state, self._since = LeaseState.CLOSED, _now()
         self._dropped.detach()
+        atexit.unregister(self._open.drop)
         problems = self._open.end(error)
         if problems and error is None:
             blamed = culprits(problems)
             raise RendezvousError(
-                f"{self._title}: the group was aborted, as not every rank came to close it in "
-                f"order: {told(problems, self._sides)}. Look at the logs of those ranks.",
+                f"{self._terms.title}: the group was aborted, as not every rank came to close "
+                f"it in order: {told(problems, self._sides)}. Look at the logs of those ranks.",
                 blamed,
             )
 
@@ -485,7 +339,7 @@ class JointGroup:
             return
         closed = self._state is LeaseState.CLOSED
         how, now = ("was closed", "Open a new one") if closed else ("failed", "renew() or close it")
-        raise SessionError(f"{doing}: {self._title} {how} {self._since}. {now}.")
+        raise SessionError(f"{doing}: {self._terms.title} {how} {self._since}. {now}.")
 
     def __enter__(self) -> Self:
         self._expect_live("with")
@@ -503,7 +357,7 @@ class JointGroup:
         try:
             self._close(error)
         except Exception as trouble:  # the error of the body matters more
-            error.add_note(f"closing {self._title} failed as well: {trouble!r}")
+            error.add_note(f"closing {self._terms.title} failed as well: {trouble!r}")
 
 
 def joint_group(
@@ -516,6 +370,7 @@ def joint_group(
     backend: str | None = None,
     timeout: float = 60.0,
     collective_timeout: timedelta | None = None,
+    hosts: Mapping[str, Sequence[str]] | None = None,
     foreign: Mapping[str, Callable[[Invitation], object]] | None = None,
 ) -> JointGroup:
     """Open a process group between processes of several jobs, outside WORLD.
@@ -540,6 +395,8 @@ def joint_group(
         timeout: seconds that megapg waits for the other ranks, here and in :meth:`JointGroup.renew`
             and :meth:`JointGroup.close`. Does not affect collectives.
         collective_timeout: the timeout of collectives. Default: torch's for the backend.
+        hosts: side -> the hosts of its ranks, as far as they are known. An error names the host of
+            a rank that has come; with this argument, also that of a rank that never came.
         foreign: side -> function, for sides whose processes do not use megapg but SGLang's
             ``init_custom_process_group``. As soon as all other ranks are here, the first of them
             calls the function with an :class:`Invitation`. It passes that to the foreign processes,
@@ -557,45 +414,54 @@ def joint_group(
     check_waits(timeout, collective_timeout)
     if not isinstance(name, str) or not name:
         raise SessionError(f"name={name!r}: give the group a name.")
-    sides, foreign = _Sides(sizes), dict(foreign or {})
+    sides, foreign = Sides(sizes), dict(foreign or {})
     number = _rank_in_world() if rank is None else rank
-    sides.rank(side, number)
+    place = sides.rank(side, number)
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     row = backend_for(chosen)
     if row.alone or row.split == "always":
         raise UnsupportedOptionError(f"backend={chosen!r}: {row.name} has no joint groups.")
-    taken = f"{_title_of(name)}: "
+    taken = f"{title_of(name)}: "
     if any(each.group_desc.startswith(taken) for each in torch_private.known_groups()):
         raise SessionError(
-            f"{_title_of(name)} is open in this process. Close it first, or call its renew()."
+            f"{title_of(name)} is open in this process. Close it first, or call its renew()."
         )
-    _check_foreign(sides, side, foreign)
-    connection, address = _connected(store, timeout)
+    check_foreign(sides, side, foreign)
+    connection, address = connected(store, timeout)
     if foreign and address is None:
         raise SessionError(
             "foreign= needs a TCP store: give store= the address of a SharedStore, tcp://host:port."
         )
-    return JointGroup(
+    terms = Terms(
         name,
         side,
-        number,
-        sides,
         connection,
-        backend=chosen,
-        timeout=timeout,
-        collective_timeout=collective_timeout or torch_private.default_timeout(chosen),
-        foreign=foreign,
-        address=address,
+        chosen,
+        timeout,
+        collective_timeout or torch_private.default_timeout(chosen),
+        foreign,
+        address or ("", 0),
     )
+    return JointGroup(terms, sides, place, sides.hosts(hosts or {}))
 
 
-def _title_of(name: str) -> str:
-    return f"joint group {name!r}"
-
-
-def _keys_of(name: str) -> str:
-    """Return the prefix of a group's keys in the store, and of its names in torch."""
-    return f"megapg joint/{name}"
+def _made(terms: Terms, meeting: Meeting) -> ProcessGroup:
+    """Create the group in torch."""
+    name, store = f"{prefix_of(terms.name)}/{meeting.generation}", meeting.store
+    if terms.foreign:
+        name, store = admit(terms, meeting)
+    wanted = torch_private.NewGroup(
+        range(meeting.sides.total),
+        terms.backend,
+        name,
+        f"{terms.title}: {meeting.sides}",
+        terms.collective_timeout,
+        backend_for(terms.backend).options(terms.title, CommunicatorOptions()),
+    )
+    store.torch.set_timeout(terms.collective_timeout)
+    return communicators_of_torch.make_apart(
+        wanted, meeting.rank, store, lazily=not terms.foreign, within=terms.timeout
+    )
 
 
 def _now() -> str:
@@ -610,68 +476,18 @@ def _rank_in_world() -> int:
     return dist.get_rank()
 
 
-def _check_foreign(sides: _Sides, side: str, foreign: Collection[str]) -> None:
-    for each in foreign:
-        sides.ranks(each)
-    if side in foreign:
-        raise SessionError(f"foreign= has {side!r}, the side of this process.")
-    if (first := next(iter(sides.sizes))) in foreign:
-        raise SessionError(
-            f"side {first!r} comes first and is foreign; its rank 0 would host a store of its own. "
-            "List another side first in sizes=."
-        )
-
-
-def _connected(
-    store: str | SharedStore | dist.Store, timeout: float
-) -> tuple[Store, tuple[str, int] | None]:
-    """Return a connection to a store, and its host and port if it is a TCP store."""
-    if isinstance(store, SharedStore):
-        store = store.address
-    if isinstance(store, str):
-        parts = urlsplit(store)
-        connection = shared_store(store, timeout)
-        return connection, (parts.hostname or "", parts.port or 0)
-    if not isinstance(store, dist.Store):
-        raise SessionError(
-            f"store={store!r}: give an address, 'tcp://host:port', or torch's store."
-        )
-    # A connection of its own, as torch makes one call at a time on each.
-    connection = Store(store, host_of(store, "the store given with store=")).clone()
-    return connection, (store.host, store.port) if isinstance(store, dist.TCPStore) else None
-
-
-def _forget(keys: Store, generation: int) -> None:
-    """Delete the keys of earlier generations."""
-    for key in keys.list_keys():
-        first = key.partition("/")[0]
-        if first.isdecimal() and int(first) < generation:
-            keys.delete_key(key)
-
-
 def _drop(opened: _Open) -> None:
-    """Abort a group that was never closed. The other ranks are notified, not waited for."""
-    if opened.coordinator is None or opened.pid != os.getpid():
-        return
-    said = f"{opened.title} was dropped without close(), and is aborted"
+    """Abort a group whose owner was dropped."""
     done = _thread.allocate_lock()
     done.acquire()
 
     def end() -> None:
         try:
-            opened.end(SessionError(said))
-        except Exception as trouble:
-            logger.warning("%s, and could not be closed: %r", said, trouble)
+            opened.drop("was dropped without close()")
         finally:
             done.release()
 
-    try:
-        warnings.warn(said, ResourceWarning, stacklevel=2)
-    finally:
-        # The garbage collector can run at any point, so this thread may hold a lock that closing
-        # needs. ``threading.Thread`` takes a lock as well, so use ``_thread``.
-        try:
-            _thread.start_new_thread(end, ())
-        except RuntimeError:  # Python is exiting
-            end()
-        done.acquire(timeout=_FINALISER_WAIT)
+    # The garbage collector can run at any point, so this thread may hold a lock that closing
+    # needs. ``threading.Thread`` takes a lock as well, so use ``_thread``.
+    _thread.start_new_thread(end, ())
+    done.acquire(timeout=_FINALISER_WAIT)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import os
 import socket
 import time
 from datetime import timedelta
-from typing import Self
-from urllib.parse import urlsplit
 
 import torch.distributed as dist
-from typing_extensions import override
 
-from megapg.errors import LaunchError, RendezvousError, SessionError
+from megapg import torch_private
+from megapg.errors import LaunchError, RendezvousError
 from megapg.launch import Launch
 from megapg.rendezvous.bounded import bounded
 from megapg.rendezvous.store import Host, Store, StoreError
@@ -29,8 +26,6 @@ _INTERNET = (socket.AF_INET, socket.AF_INET6)
 # Seconds that torch may go on connecting after this module gave up. Between two tries, torch pauses
 # for a random time of up to three seconds.
 _STILL_CONNECTING = 5.0
-# The key in a shared store that names the process that hosts it.
-_HOSTED_BY = "megapg hosted by"
 
 
 def job_store(launch: Launch, timeout: float) -> Store:
@@ -54,11 +49,11 @@ def job_store(launch: Launch, timeout: float) -> Store:
         if hosting and launch.socket is not None:
             _check_socket(launch, launch.socket)
         try:
-            opened = _connect(launch, hosting, deadline)
+            opened = connect(launch, hosting, deadline)
         except (RuntimeError, TimeoutError) as error:  # older releases do not raise a DistError
             doing = "host" if hosting else "reach"
             # torch may give up first or not, with various messages, so find the reason here.
-            reason = str(error).splitlines()[0] if hosting else _what_is_there(launch)
+            reason = str(error).splitlines()[0] if hosting else what_is_there(launch)
             raise RendezvousError(
                 f"rank {launch.rank} could not {doing} the store at {launch.address}:"
                 f"{launch.port} ({launch.origin}) within {timeout:g} s: {reason.rstrip('.')}. "
@@ -69,91 +64,6 @@ def job_store(launch: Launch, timeout: float) -> Store:
     # Separate keys per job and attempt, so that restarted ranks do not meet dead ones, and another
     # job on the same port does not meet this one.
     return _STORES[place].view(f"megapg/{launch.job}/{launch.attempt}")
-
-
-def shared_store(address: str, timeout: float) -> Store:
-    """Connect to a store that some process hosts, such as a :class:`SharedStore`.
-
-    Args:
-        address: ``tcp://host:port``.
-        timeout: seconds to wait for the host of the store.
-
-    Raises:
-        RendezvousError: the store can't be reached.
-        SessionError: this is no address.
-    """
-    place, deadline = _place(address), time.monotonic() + timeout
-    try:
-        opened = _connect(place, False, deadline)
-    except (RuntimeError, TimeoutError):
-        raise RendezvousError(
-            f"the store at {address} could not be reached within {timeout:g} s: "
-            f"{_what_is_there(place)}. See whether the process that hosts it still runs, and "
-            "whether it gave this address."
-        ) from None
-    store = Store(opened, Host(f"the store at {address}"))
-    with store.until(deadline, address):
-        said = store.peek(_HOSTED_BY)
-    by = f" that {said.decode()} hosts" if said else ""
-    return Store(opened, Host(f"the store{by} at {address}"))
-
-
-class SharedStore:
-    """A store that this process hosts, on a free port, for the ranks of several jobs.
-
-    Pass its ``address`` to the other processes. Use it as a context manager, or call :meth:`close`
-    once no group uses it any more.
-
-    Args:
-        host: the name or address under which the other processes reach this one. Default: the
-            address of the interface that leads to other hosts.
-
-    Attributes:
-        address: for ``store=`` of :func:`megapg.joint_group`, as in ``tcp://10.0.0.7:41563``.
-    """
-
-    def __init__(self, host: str | None = None) -> None:
-        host = host or _own_address()
-        hosted = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        hosted.set(_HOSTED_BY, f"process {os.getpid()} on {socket.gethostname()}")
-        self._store: dist.Store | None = hosted
-        self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{hosted.port}"
-
-    def close(self) -> None:
-        """Stop hosting. Other processes that use the store get errors. Closing twice is fine."""
-        self._store = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    @override
-    def __repr__(self) -> str:
-        return f"<SharedStore {self.address}{'' if self._store is not None else ', closed'}>"
-
-
-def _place(address: str) -> Launch:
-    """Return an address as a launch of one process."""
-    try:
-        parts = urlsplit(address)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if host is None or not port or parts.scheme != "tcp":
-        raise SessionError(f"store={address!r}: give an address such as 'tcp://10.0.0.7:41563'.")
-    return Launch(launcher="a shared store", address=host, port=port, hosted=True)
-
-
-def _own_address() -> str:
-    """Return the address of the interface that leads to other hosts. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # an address for documentation, which no host has
-        except OSError:  # no network
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
 
 
 @atexit.register
@@ -191,17 +101,18 @@ def _is_gone(store: Store, deadline: float) -> bool:
     return False
 
 
-def _connect(launch: Launch, hosting: bool, deadline: float) -> dist.Store:
+def connect(launch: Launch, hosting: bool, deadline: float) -> dist.Store:
     """Connect to the store by the deadline.
 
     torch's own timeout does not apply if the port belongs to something else than a store, or to a
     store whose host is frozen.
     """
     timeout = max(deadline - time.monotonic(), 0.1)
+    bound = launch.socket if hosting else None
     if not hosting:
         _await_listener(launch, deadline)
 
-    def connect() -> dist.Store:
+    def connecting() -> dist.Store:
         return dist.TCPStore(
             launch.address,
             launch.port,
@@ -209,11 +120,12 @@ def _connect(launch: Launch, hosting: bool, deadline: float) -> dist.Store:
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
             multi_tenant=True,
-            master_listen_fd=launch.socket if hosting else None,
+            master_listen_fd=bound,
+            use_libuv=bound is None or torch_private.libuv_takes_a_socket(),
         )
 
     latest = max(deadline, time.monotonic()) + 1.0
-    return bounded(connect, latest, name="megapg store", at_exit=_STILL_CONNECTING)
+    return bounded(connecting, latest, name="megapg store", at_exit=_STILL_CONNECTING)
 
 
 def _check_socket(launch: Launch, descriptor: int) -> None:
@@ -249,7 +161,7 @@ def _await_listener(launch: Launch, deadline: float) -> None:
         time.sleep(0.1)
 
 
-def _what_is_there(launch: Launch) -> str:
+def what_is_there(launch: Launch) -> str:
     """Return why the store can't be reached."""
     try:
         socket.create_connection((launch.address, launch.port), timeout=1.0).close()

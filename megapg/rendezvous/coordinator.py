@@ -76,6 +76,15 @@ class Coordinator(Rendezvous):
         """All ranks, in the given order."""
         return self._ranks
 
+    def elsewhere(self) -> list[int]:
+        """Return the ranks that have never come, or that declined to."""
+        hellos = self._hellos.of_all(self._ranks).items()
+        return [rank for rank, hello in hellos if hello is None or hello.state == "declined"]
+
+    def host_of(self, rank: int) -> str:
+        """Return the host of a rank that has met this one; empty if the store is gone."""
+        return self._hellos.where(rank).removeprefix(" on ")
+
     def post(self, topic: str, text: str, *, within: float = SOON) -> None:
         """Post a text that is readable until the next exchange begins.
 

@@ -218,6 +218,8 @@ class Gathering:
                     self._take_back()
                 self._hellos.say(state="closed", **tidied)
                 self._store.add(f"{bye}/heard", 1)
+                # This process may host the store, and the leader closes last.
+                self._store.stay(self._leader_has_closed, GRACE)
                 return problems
             # This process may host the store, so wait until the others have read the result. After
             # an error, some ranks may still be busy, so their keys stay for the next meeting.
@@ -231,6 +233,10 @@ class Gathering:
                 self._hellos.say(namespace="")
         self._hellos.say(state="closed")
         return problems
+
+    def _leader_has_closed(self) -> bool:
+        hello = self._hellos.of(self._ranks[0])
+        return hello is None or hello.state == "closed"
 
     def _bye(self, word: str) -> dict[str, str]:
         """Return the keys to write when this rank leaves, with its error or an empty text."""

@@ -222,6 +222,14 @@ def splits_in_order() -> bool:
     return can_split() and not on_torchcomms() and version() >= (2, 14)
 
 
+def libuv_takes_a_socket() -> bool:
+    """Return True if a TCPStore on libuv can listen on a socket that is bound already.
+
+    Public: ``TCPStore(master_listen_fd=..., use_libuv=...)``.
+    """
+    return version() >= (2, 8)
+
+
 def split_world(wanted: NewGroup, rank: int) -> dist.ProcessGroup | None:
     """Split a group from WORLD's communicator. Every rank of WORLD calls it at the same time.
 

@@ -532,6 +532,7 @@ def on_a_bound_socket():
             return session.groups.ranks("dp")
 
 
+@pytest.mark.torch
 def test_the_store_takes_over_a_bound_socket():
     assert run_distributed(on_a_bound_socket, 2) == [(0, 1)] * 2
 

@@ -40,6 +40,7 @@ def nodes():
     size = {"num_cpus": 4, "num_gpus": 4, "object_store_memory": 80 * 2**20}
     with pytest.MonkeyPatch.context() as environment:
         environment.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # conftest hides all GPUs
+        environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
         yield from _cluster(size)
 
 
@@ -315,26 +316,25 @@ def test_an_actor_is_lost(phase, how, rank, three):
     launches = megapg.ray.launches(actors)
     lose(actors[rank], pid, how)
     began = time.monotonic()
-    if phase == "open":
-        for_others = [launch for launch in launches if launch.rank != rank]
-        more = {"tp": 3, "timeout": SOON}
-        calls = [
-            a.guarded.remote("open", launch, **more)
-            for a, launch in zip(others, for_others, strict=True)
-        ]
-        errors = ray.get(calls)
-    else:
-        errors = everywhere(others, "guarded", phase)
-    if phase == "step":  # the error of gloo names no rank
-        assert all(errors)
-        errors = everywhere(others, "guarded", "check")
+    try:
+        if phase == "open":
+            for_others = [launch for launch in launches if launch.rank != rank]
+            more = {"tp": 3, "timeout": SOON}
+            pairs = zip(others, for_others, strict=True)
+            errors = ray.get([a.guarded.remote("open", launch, **more) for a, launch in pairs])
+        else:
+            errors = everywhere(others, "guarded", phase)
+        if phase == "step":  # the error of gloo names no rank
+            assert all(errors)
+            errors = everywhere(others, "guarded", "check")
+    finally:
+        if how == "stopped":
+            os.kill(pid, signal.SIGKILL)
     assert time.monotonic() - began < 2 * SOON + GRACE
     for error in errors:
         assert re.search(rf"rank {rank}\b", error), error
         assert socket.gethostname() in error, error
 
-    if how == "stopped":
-        os.kill(pid, signal.SIGKILL)
     until_restarted(actors[rank], pid)
     kept = open_all(actors, megapg.ray.launches(actors), tp=3)
     assert kept == [actor in others for actor in actors]

@@ -129,6 +129,72 @@ def of_two_ranks():
     return True
 
 
+def made_apart(rank, store, name="apart"):
+    wanted = torch_private.NewGroup(range(2), "gloo", name, "two jobs", timedelta(seconds=20))
+    return torch_private.new_group_apart(wanted, rank, store)
+
+
+def of_two_jobs():
+    me = int(os.environ["RANK"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=40))
+    group = made_apart(me, store)
+    assert store.check([torch_private.key_in_gloo("apart", rank) for rank in range(2)])
+    assert not store.check([torch_private.key_in_gloo("apart", 2)])
+    assert (group.rank(), group.size(), group.group_name) == (me, 2, "apart")
+    assert dist.get_process_group_ranks(group) == [0, 1]
+    everyone = [None, None]
+    dist.all_gather_object(everyone, me, group=group)
+    assert everyone == [0, 1]
+    value = torch.tensor(me)
+    dist.broadcast(value, group_src=1, group=group)
+    assert value.item() == 1
+    dist.broadcast(value, src=0, group=group)  # torch takes it for a rank of the group
+    peer = {"group": group, "group_peer": 1 - me}
+    swaps = [dist.P2POp(dist.isend, value, **peer), dist.P2POp(dist.irecv, value + 0, **peer)]
+    for work in dist.batch_isend_irecv(swaps):
+        work.wait()
+    dist.barrier(group=group)
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        dist.get_rank(group)  # it asks WORLD, on every torch
+    for call in (_scatter, _broadcast_object):
+        if torch_version() >= (2, 13):
+            call(group)
+        elif torch_version() < (2, 7):
+            with pytest.raises(ValueError, match="Default process group"):
+                call(group)
+    torch_private.destroy(group)
+    assert set(tables().values()) == {0}
+
+    # WORLD has one rank here, and is bound to a device from which torch would split the group.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world, before = dist.group.WORLD, tables()
+    world.bound_device_id = torch.device("cuda", 0)
+    again = made_apart(me, store, "again")
+    assert world.bound_device_id == torch.device("cuda", 0)
+    world.bound_device_id = None
+    assert dist.get_rank(again) == 0  # the rank in WORLD, which a user must not take for another
+    assert again.rank() == me
+    dist.all_reduce(value, group=again)
+    torch_private.destroy(again)
+    assert tables() == before
+    dist.destroy_process_group()
+    return True
+
+
+def _scatter(group):
+    values = [torch.zeros(1), torch.ones(1)] if group.rank() == 0 else None
+    dist.scatter(torch.zeros(1), values, group_src=0, group=group)
+
+
+def _broadcast_object(group):
+    dist.broadcast_object_list([group.rank()], group_src=1, group=group)
+
+
+def test_a_group_of_ranks_that_are_not_worlds():
+    assert run_distributed(of_two_jobs, 2) == [True] * 2
+
+
 def of_four_ranks():
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
     me, before = dist.get_rank(), tables()
