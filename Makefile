@@ -52,7 +52,7 @@ export PYTHON TORCH TORCH_INDEX ALLOW_CUDA_TORCH
 # The tests start interpreters by the hundred. Where none may keep bytecode each compiles megapg anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-quick test-slow test-faults test-newest test-torch test-cores test-gpu test-ray test-verl test-upstream bench bench-migrate figures docs lint clean distclean
+.PHONY: help setup demo demo-rl test test-quick test-slow test-faults test-newest test-torch test-cores test-gpu test-ray test-verl test-upstream bench bench-migrate figures docs lint clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets (what a plain `make` does)
@@ -63,6 +63,9 @@ setup: $(READY)  ## make .venv with torch, Megatron-core and megapg, for those w
 
 demo: $(READY)  ## train a small model on injected groups; options in ARGS, see `make demo ARGS=--help`
 	.venv/bin/megapg demo $(ARGS)
+
+demo-rl: $(READY_RAY)  ## train actor, critic and rollouts on a local Ray cluster, through two faults
+	.venv/bin/megapg demo rl
 
 # Each rank is a process of its own; with more threads than one they would fight for the cores.
 # A file stays in one process, since its tests share what is dear to make. The files come in the order

@@ -93,8 +93,8 @@ class _Job:
     @classmethod
     def build(cls, run: GPTRun, pg: megapg.ProcessGroupCollection) -> _Job:
         gpt._seed(run.seed, pg)
-        chunks = gpt._build_chunks(run, pg, pg.pp)
-        optimizer = gpt._build_optimizer(run, chunks, pg)
+        chunks = gpt.build_chunks(run, pg, pg.pp)
+        optimizer = gpt.build_optimizer(run, chunks, pg)
         optimizers.prepare(optimizer)
         job = cls(run, pg, chunks, optimizer, AsyncCallsQueue())
         for moment in job.moments():  # untouched zeros all share one page
@@ -511,7 +511,7 @@ def _every_trial(quick: bool, todo: Sequence[Plan], root: Path) -> list[RankTria
     ):
         job = _Job.build(_QUICK_RUN if quick else _RUN, session.groups)
         done = [_trial(job, plan, root) for plan in todo]
-        gpt._let_go(job.chunks)
+        gpt.let_go(job.chunks)
     return done
 
 

@@ -15,7 +15,7 @@ from megapg.cli.migrate import app as migrate_app
 from megapg.cli.parity import app as parity_app
 
 app = make_app("Process groups for Megatron-core by injection instead of module globals.")
-app.add_typer(demo_app)
+app.add_typer(demo_app, name="demo")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(migrate_app)
 app.add_typer(doctor_app)

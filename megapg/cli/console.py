@@ -28,11 +28,25 @@ def add_to(app: typer.Typer) -> Callable[[Callable[P, None]], Callable[P, None]]
     """Add a command to an app; typer alone would keep the line breaks of its docstring."""
 
     def add(function: Callable[P, None]) -> Callable[P, None]:
-        paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
-        app.command(help="\n\n".join(" ".join(text.split()) for text in paragraphs))(function)
+        app.command(help=_help_of(function))(function)
         return function
 
     return add
+
+
+def add_default_to(app: typer.Typer) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Add the command that an app runs if none of its commands is named."""
+
+    def add(function: Callable[P, None]) -> Callable[P, None]:
+        app.callback(invoke_without_command=True, help=_help_of(function))(function)
+        return function
+
+    return add
+
+
+def _help_of(function: Callable[P, None]) -> str:
+    paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(text.split()) for text in paragraphs)
 
 
 def say(verdict: str, style: str, what: str | Text, *, stderr: bool = False) -> None:

@@ -1,13 +1,14 @@
-"""The command line: ``megapg demo``."""
+"""The command line: ``megapg demo`` and ``megapg demo rl``."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Never
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from megapg.cli.console import add_to, refuse
+from megapg.cli.console import add_default_to, add_to, refuse
 from megapg.demo.job import GPTRun
 from megapg.errors import LayoutError, MegapgError, RankFailedError
 from megapg.layout import ParallelLayout
@@ -22,11 +23,13 @@ def _option(panel: str, text: str, default: str | bool = True) -> typer.models.O
 
 
 _LAYOUT, _TRAINING = "Layout", "Model and training"
+_NEEDS = "The demo needs torch and Megatron-core: pip install 'megapg[torch,megatron]'."
 _TWO = "2 if it fits, else 1"
 
 
-@add_to(app)
+@add_default_to(app)
 def demo(
+    context: typer.Context,
     world_size: Annotated[int, _option(_LAYOUT, "Ranks to start on this machine.")] = 4,
     tp: Annotated[int | None, _option(_LAYOUT, "Tensor parallel size.", _TWO)] = None,
     pp: Annotated[int | None, _option(_LAYOUT, "Pipeline parallel size.", _TWO)] = None,
@@ -58,14 +61,14 @@ def demo(
     Exit code 0: every row of the verdict says yes. 1: a row says NO, or a rank failed. 2: the
     options don't fit together.
     """
+    if context.invoked_subcommand is not None:
+        _refuse_options(context)
+        return
     console = Console()
     try:
         from megapg.demo.show import show
     except ImportError as error:
-        refuse(
-            f"{error}. The demo needs torch and Megatron-core: "
-            "pip install 'megapg[torch,megatron]'."
-        )
+        refuse(f"{error}. {_NEEDS}")
     try:
         layout = _layout(world_size, tp, pp, vpp, ep, expt_tp)
         run = GPTRun(
@@ -89,9 +92,59 @@ def demo(
     except MegapgError as error:
         refuse(str(error))
     except KeyboardInterrupt:
-        console.print("\nstopped; no process is left", style="yellow")
-        raise typer.Exit(130) from None
+        _say_stopped(console)
     raise typer.Exit(0 if good else 1)
+
+
+@add_to(app)
+def rl() -> None:
+    """Train an actor and a critic with rollouts, on a local Ray cluster, through two faults.
+
+    Two trainers hold the actor with tp=2 and the critic with pp=2, on the groups of two sessions. A
+    second job has two rollouts. Each holds the whole actor and writes samples. Each step gives them
+    the actor's new weights over a joint group. Both sessions are suspended while the rollouts
+    write.
+
+    The demo trains twice. In the second run it kills a rollout and a trainer. The verdict compares
+    losses and weights of the two runs bit by bit, and checks that nothing is left.
+
+    It takes up to three minutes, and needs Ray: pip install 'megapg[ray]'.
+
+    Exit code 0: every row of the verdict says yes. 1: a row says NO, or a worker failed.
+    """
+    console = Console()
+    try:
+        from ray.exceptions import RayError
+    except ImportError as error:
+        refuse(f"{error}. This demo needs Ray: pip install 'megapg[ray]'.")
+    try:
+        from megapg.demo.rl import show_rl
+    except ImportError as error:
+        refuse(f"{error}. {_NEEDS}")
+    try:
+        good = show_rl(console)
+    except (RayError, MegapgError) as error:
+        console.print(f"[bold red]failed[/] {escape(str(error))}", highlight=False)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        _say_stopped(console)
+    raise typer.Exit(0 if good else 1)
+
+
+def _refuse_options(context: typer.Context) -> None:
+    """Refuse options of the demo in front of another command, which would not see them."""
+    given = [
+        each.opts[0]
+        for each in context.command.params
+        if getattr(context.get_parameter_source(each.name or ""), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        refuse(f"`megapg demo {context.invoked_subcommand}` does not take {', '.join(given)}.")
+
+
+def _say_stopped(console: Console) -> Never:
+    console.print("\nstopped; no process is left", style="yellow")
+    raise typer.Exit(130) from None
 
 
 def _layout(

@@ -67,9 +67,9 @@ def train(
         raise ValueError(f"text has {len(text)} bytes, needs more than {run.seq_length}")
     pp_group, dp_group = _pipeline_and_data_groups(pg_collection)
     _seed(run.seed + 100 * pp_group.rank(), pg_collection)
-    chunks = _build_chunks(run, pg_collection, pp_group)
-    optimizer = _build_optimizer(run, chunks, pg_collection)
-    forward_backward = _schedule(run, chunks, pg_collection)
+    chunks = build_chunks(run, pg_collection, pp_group)
+    optimizer = build_optimizer(run, chunks, pg_collection)
+    forward_backward = schedule(run, chunks, pg_collection)
 
     def mean_loss(step: int, *, forward_only: bool = False) -> float:
         # Every chunk of this stage reads the same microbatches separately.
@@ -79,7 +79,7 @@ def train(
         )
         if not forward_only:
             optimizer.step()
-        return _mean_over_job(reported, pp_group, dp_group)
+        return mean_over_job(reported, pp_group, dp_group)
 
     def without_dropout(step: int) -> float:
         for chunk in chunks:
@@ -128,7 +128,7 @@ def train(
         parameters=sum(p.numel() for chunk in chunks for p in chunk.parameters()),
         at_checkpoint=at_checkpoint,
     )
-    _let_go(chunks)
+    let_go(chunks)
     return result
 
 
@@ -156,7 +156,7 @@ def _seed(seed: int, pg_collection: ProcessGroupCollection | None) -> None:
     model_parallel_cuda_manual_seed(seed, **ranks)
 
 
-def _transformer_config(run: GPTRun) -> Any:
+def transformer_config(run: GPTRun) -> Any:
     return TransformerConfig(
         num_layers=run.layers,
         hidden_size=run.hidden,
@@ -187,30 +187,17 @@ def _transformer_config(run: GPTRun) -> Any:
     )
 
 
-def _build_chunks(
+def build_chunks(
     run: GPTRun, pg_collection: ProcessGroupCollection | None, pp_group: ProcessGroup
 ) -> list[Any]:
     """Return this stage's model chunks, one without interleaving, wrapped for data parallelism."""
-    config = _transformer_config(run)
+    config = transformer_config(run)
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
     )
-    first, last = pp_group.rank() == 0, pp_group.rank() == pp_group.size() - 1
-    count = run.vpp or 1
     chunks = []
-    for stage in range(count):
-        model = GPTModel(
-            config,
-            get_gpt_layer_local_spec(num_experts=run.experts),
-            vocab_size=VOCABULARY,
-            max_sequence_length=run.seq_length,
-            pre_process=first and stage == 0,
-            post_process=last and stage == count - 1,
-            share_embeddings_and_output_weights=True,
-            position_embedding_type="rope",
-            pg_collection=pg_collection,
-            vp_stage=stage if run.vpp else None,
-        )
+    for stage in range(run.vpp or 1):
+        model = build_model(run, config, pg_collection, pp_group, stage)
         chunks.append(
             DistributedDataParallel(
                 config,
@@ -226,7 +213,30 @@ def _build_chunks(
     return chunks
 
 
-def _build_optimizer(
+def build_model(
+    run: GPTRun,
+    config: Any,
+    pg_collection: ProcessGroupCollection | None,
+    pp_group: ProcessGroup,
+    stage: int = 0,
+) -> Any:
+    """Return one chunk of this pipeline rank, on the CPU."""
+    first, last = pp_group.rank() == 0, pp_group.rank() == pp_group.size() - 1
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(num_experts=run.experts),
+        vocab_size=VOCABULARY,
+        max_sequence_length=run.seq_length,
+        pre_process=first and stage == 0,
+        post_process=last and stage == (run.vpp or 1) - 1,
+        share_embeddings_and_output_weights=run.tied,
+        position_embedding_type="rope",
+        pg_collection=pg_collection,
+        vp_stage=stage if run.vpp else None,
+    )
+
+
+def build_optimizer(
     run: GPTRun, chunks: list[Any], pg_collection: ProcessGroupCollection | None
 ) -> Any:
     config = OptimizerConfig(
@@ -239,10 +249,17 @@ def _build_optimizer(
     )
 
 
-def _schedule(
-    run: GPTRun, chunks: list[Any], pg_collection: ProcessGroupCollection | None
+def schedule(
+    run: GPTRun,
+    chunks: list[Any],
+    pg_collection: ProcessGroupCollection | None,
+    forward_step: Callable[..., object] | None = None,
 ) -> Callable[..., list[torch.Tensor]]:
-    """Return Megatron-core's schedule for this layout, to call with a step's ``data_iterator``."""
+    """Return Megatron-core's schedule for this layout, to call with a step's ``data_iterator``.
+
+    ``forward_step`` is Megatron-core's ``forward_step_func``. Default: the mean loss of the next
+    token.
+    """
     if pg_collection is None:
         forward_backward = get_forward_backward_func()
         groups = {}
@@ -254,7 +271,7 @@ def _schedule(
         }
     return partial(
         forward_backward,
-        forward_step_func=_forward_step,
+        forward_step_func=forward_step or _forward_step,
         model=chunks,
         num_microbatches=run.num_microbatches,
         seq_length=run.seq_length,
@@ -289,7 +306,7 @@ def _batches(
         yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), positions
 
 
-def _mean_over_job(
+def mean_over_job(
     reported: list[torch.Tensor], pp_group: ProcessGroup, dp_group: ProcessGroup
 ) -> float:
     """Return the mean over microbatches and data-parallel ranks, on every rank.
@@ -313,7 +330,7 @@ def _digest(chunks: list[Any]) -> str:
     return digest.hexdigest()
 
 
-def _let_go(chunks: list[Any]) -> None:
+def let_go(chunks: list[Any]) -> None:
     """Clear the references that keep a Megatron-core model, and its groups, alive.
 
     There is a class-wide cache. There are also cycles that the garbage collector can't see, because

@@ -34,6 +34,9 @@ class GPTRun:
     layers: int = 4  # transformer layers of the whole model
     hidden: int = 64  # width of the model
     heads: int = 4  # attention heads
+    # the output layer has the weights of the embedding; the stages that have both then communicate
+    # when the model is built
+    tied: bool = True
     seq_length: int = 64  # tokens in a sample
     micro_batch_size: int = 2  # samples in a microbatch
     # microbatches of each data-parallel rank in a step; with ``vpp`` a multiple of ``pp``

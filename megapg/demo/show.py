@@ -65,7 +65,7 @@ def show(console: Console, layout: ParallelLayout, run: GPTRun, deadline: float)
         judge_parity(compared),
     )
     console.print(_reads(reads_of(session)))
-    console.print(_verdict(rows))
+    console.print(verdict_table(rows))
     return all(row.held for row in rows)
 
 
@@ -149,7 +149,8 @@ def _reads(reads: Sequence[GlobalRead]) -> Table:
     return table
 
 
-def _verdict(rows: Sequence[Row]) -> Table:
+def verdict_table(rows: Sequence[Row]) -> Table:
+    """Return the rows as a table."""
     table = Table("", "claim", "figures", title="verdict", title_justify="left")
     for row in rows:
         mark = "[green]yes[/]" if row.held else "[bold red]NO[/]"

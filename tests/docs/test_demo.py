@@ -19,6 +19,8 @@ from megapg.cli import app
 from megapg.demo import ranks
 from megapg.demo.job import GPTRun, TrainingResult
 from megapg.demo.ranks import RankReport, Usage
+from megapg.demo.rl_verdict import Left, Refitted, Story, judge_rl
+from megapg.demo.rl_workers import State
 from megapg.demo.verdict import judge, judge_resumed
 from megapg.megatron import GlobalRead
 from megapg.testing import run_distributed
@@ -64,6 +66,7 @@ def test_eight_ranks(options):
     ("arguments", "message"),
     [
         ("--cp 2", "No such option"),
+        ("--tp 2 --steps 3 rl", "`megapg demo rl` does not take --tp, --steps"),
         ("--tp 3", "does not divide by tp=3"),
         ("--ep 2", "give --experts"),
         ("--experts 3 --ep 2", "--experts 3 does not divide by --ep 2: 3 = 1 x 2 + 1"),
@@ -85,10 +88,19 @@ def test_arguments_that_do_not_fit_exit_with_2(arguments, message):
     assert message in " ".join(ended.output.split())
 
 
-def test_ctrl_c_leaves_no_process():
+@pytest.mark.parametrize(
+    ("arguments", "started"),
+    [
+        # the demo, an interpreter, its guard, two ranks
+        (["--steps", "100000", "--world-size", "2"], 5),
+        # the demo, ten processes of Ray, four actors
+        pytest.param(["rl"], 15, marks=pytest.mark.ray),
+    ],
+)
+def test_ctrl_c_leaves_no_process(arguments, started):
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        [*DEMO, "--steps", "100000", "--world-size", "2"],
+        [*DEMO, *arguments],
         env={**os.environ, "MEGAPG_TEST_MARK": mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -106,14 +118,22 @@ def test_ctrl_c_leaves_no_process():
         return found
 
     deadline = time.monotonic() + 180
-    while len(marked()) < 5 and time.monotonic() < deadline:  # demo, interpreter, guard, 2 ranks
+    while len(marked()) < started and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert len(marked()) >= 5
+    assert len(marked()) >= started
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=100)
     assert process.returncode == 130, output
     assert "no process is left" in output
     assert marked() == []
+
+
+def test_rl_without_ray_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setitem(sys.modules, "ray.exceptions", None)
+    ended = in_process("rl")
+    assert ended.exit_code == 2
+    assert "pip install 'megapg[ray]'" in " ".join(ended.output.split())
 
 
 READ = GlobalRead(
@@ -178,6 +198,73 @@ def test_each_row_about_resuming_can_fail():
         assert held([good[0], wrong], recut) == [False, True]
     for wrong in (result((3.0,), 3.5001), result((3.5,), 3.5), result((3.0,), None)):
         assert held(good, [wrong]) == [True, False]
+
+
+TRAINERS = (State(10, 1, "w", "c0"), State(11, 1, "w", "c1"))
+
+
+def rl_story(*, deaths=()):
+    """Return the story of four steps; ``deaths`` may have "rollout" and "trainer"."""
+    refits = []
+    for step in range(5):
+        trainers = [replace(each, actor=f"w{step}") for each in TRAINERS]
+        rollouts = [State(process, 0, f"w{step}") for process in (20, 21)]
+        if "rollout" in deaths and step >= 2:
+            rollouts[1:] = [State(22, 0, f"w{step}")] if step >= 3 else []
+        if "trainer" in deaths and step >= 4:
+            trainers = [replace(trainers[0], opened=2), replace(trainers[1], process=12)]
+        refits.append(Refitted(tuple(trainers), tuple(rollouts)))
+    faults = {"error": "rank 1 on host did not come", "rebound": 90} if "trainer" in deaths else {}
+    return Story([(4.0 - step, 1.0) for step in range(4)], refits, [0] * 8, **faults)
+
+
+NOTHING = Left(0, 0, 0)
+
+
+def rl_rows(faulty, left=NOTHING):
+    """Return the numbers of the rows that do not hold."""
+    rows = judge_rl(rl_story(), faulty, left)
+    return [index for index, row in enumerate(rows) if not row.held]
+
+
+def test_each_row_about_rl_can_fail():
+    both = rl_story(deaths=("rollout", "trainer"))
+    assert rl_rows(both) == []
+    assert rl_rows(rl_story()) == [4, 5]
+    assert rl_rows(rl_story(deaths=("rollout",))) == [5]
+    assert rl_rows(rl_story(deaths=("trainer",))) == [4]
+
+    def but(step, **workers):
+        return replace(
+            both,
+            refits=[
+                replace(each, **workers) if number == step else each
+                for number, each in enumerate(both.refits)
+            ],
+        )
+
+    trainers, rollouts = both.refits[4].trainers, both.refits[4].rollouts
+    other = replace(trainers[1], critic="x")
+    for failing, story in (
+        (0, replace(both, losses=[*both.losses[:3], (1.0, 1.0000001)])),
+        (0, replace(both, losses=both.losses[:3])),
+        (1, but(4, trainers=(trainers[0], other))),
+        (2, but(4, rollouts=(rollouts[0], replace(rollouts[1], actor="w3")))),
+        (2, but(3, trainers=both.refits[2].trainers, rollouts=tuple(
+            replace(each, actor="w2") for each in both.refits[3].rollouts))),
+        (3, replace(both, suspended=[0] * 7 + [1])),
+        (3, replace(both, suspended=[0] * 7)),
+        (5, replace(both, error="rank 0 did not come")),
+        (5, replace(both, rebound=0)),
+        (5, but(4, trainers=(replace(trainers[0], opened=1), trainers[1]))),
+        (6, replace(both, groups=1)),
+    ):  # fmt: skip
+        assert rl_rows(story) == [failing]
+    # The trainers were restarted while a rollout was missing.
+    again = tuple(replace(each, opened=2) for each in both.refits[3].trainers)
+    assert 4 in rl_rows(but(3, trainers=again))
+    for left in (Left(1, 0, 0), Left(0, 1, 0), Left(0, 0, 1)):
+        assert rl_rows(both, left) == [6]
 
 
 def trains_and_makes_groups(count):

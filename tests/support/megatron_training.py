@@ -90,7 +90,7 @@ class Training:
         self.scheduler = build_scheduler(self.optimizer, self.args)
         self.iteration, self.operations = 0, 0
         self.told = None
-        self._forward_backward = gpt._schedule(job.run, self.chunks, pg)
+        self._forward_backward = gpt.schedule(job.run, self.chunks, pg)
 
     def step(self):
         """Run one step; return the job's mean loss."""
@@ -105,7 +105,7 @@ class Training:
         self.iteration += 1
         self.operations += 1_000_003 * self.args.global_batch_size
         self.args.consumed_train_samples += self.args.global_batch_size
-        return gpt._mean_over_job(reported, pg.pp, pg.dp)
+        return gpt.mean_over_job(reported, pg.pp, pg.dp)
 
     def state(self):
         """Return name -> value of all that a checkpoint must restore, tensors as digests."""
@@ -140,7 +140,7 @@ class Training:
         return state
 
     def let_go(self):
-        gpt._let_go(self.chunks)
+        gpt.let_go(self.chunks)
 
 
 def streams():
@@ -186,7 +186,7 @@ def seed_everything(seed, pg, data_parallel_random_init):
 
 def build_chunks(job, pg):
     run = job.run
-    config = gpt._transformer_config(run)
+    config = gpt.transformer_config(run)
     if job.bf16:
         half = torch.bfloat16
         config = replace(config, bf16=True, params_dtype=half, pipeline_dtype=half)

@@ -111,7 +111,7 @@ class Training:
 
     def let_go(self):
         """Release the model, which would keep the groups alive."""
-        gpt._let_go(self.chunks)
+        gpt.let_go(self.chunks)
 
 
 class Schedule:

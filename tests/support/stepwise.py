@@ -24,9 +24,9 @@ def build(run, pg=None):
 
     pp_group, _ = gpt._pipeline_and_data_groups(pg)
     gpt._seed(run.seed + 100 * pp_group.rank(), pg)
-    chunks = gpt._build_chunks(run, pg, pp_group)
-    optimizer = gpt._build_optimizer(run, chunks, pg)
-    return chunks, optimizer, gpt._schedule(run, chunks, pg)
+    chunks = gpt.build_chunks(run, pg, pp_group)
+    optimizer = gpt.build_optimizer(run, chunks, pg)
+    return chunks, optimizer, gpt.schedule(run, chunks, pg)
 
 
 def step(run, number, job, pg=None):
@@ -42,7 +42,7 @@ def step(run, number, job, pg=None):
         batches = [gpt._batches(run, TEXT, number, dp_group) for _ in chunks]
         reported = forward_backward(data_iterator=batches if run.vpp else batches[0])
         optimizer.step()
-        return gpt._mean_over_job(reported, pp_group, dp_group)
+        return gpt.mean_over_job(reported, pp_group, dp_group)
 
 
 def weights(job, pg=None):
@@ -51,7 +51,7 @@ def weights(job, pg=None):
     with showing(pg):
         job[0][0].start_param_sync(force_sync=True)
     digest = gpt._digest(job[0])
-    gpt._let_go(job[0])
+    gpt.let_go(job[0])
     return digest
 
 
