@@ -26,6 +26,9 @@ from megapg.refit.slices import Slices
 _ALONE = 64 << 10
 """Bytes of a box from which it is a message of its own, without a copy if it is contiguous."""
 
+_MADE = '{"problem": '
+"""The beginning of the message of a rank that makes a Refit."""
+
 
 @dataclass(frozen=True)
 class RefitReport:
@@ -146,7 +149,10 @@ class Refit:
             problem = str(error) if isinstance(error, RefitError) else repr(error)
         with self._waiting("waiting for all ranks to start a refit"):
             problems = self._everyone(problem, self._device)
-        _raise_first(problems)
+        made = (
+            "it makes a new Refit meanwhile. Run this one on every rank, or make one on every rank."
+        )
+        _raise_first([made if each.startswith(_MADE) else each for each in problems])
         buffer = _Buffer(self._largest, self._device)
         with self._waiting("moving weights"), torch.no_grad():
             for move in self._copies:

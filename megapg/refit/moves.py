@@ -201,7 +201,7 @@ class _Planner:
                     f"and the source has {list(source.shape)}. Name the parts of the source in "
                     "names."
                 )
-            shape = tuple(map(min, source.shape, shape))  # the rest is padding
+            shape = source.shape  # the rest of the target is padding
         zeros = (0,) * len(shape)
         return (Part(named, zeros, zeros, shape),)
 

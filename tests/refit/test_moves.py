@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megapg.errors import RefitError
 from megapg.refit.moves import Part, plan_moves
-from megapg.refit.rounds import rounds_of
+from megapg.refit.rounds import padded, rounds_of
 from megapg.refit.slices import Slice, Slices
 
 RANKS = 3
@@ -147,8 +147,8 @@ def test_every_element_arrives_once(data):
     for each in rounds:
         used = Counter()
         for move in each:
-            used[move.sender] += move.nbytes
-            used[move.receiver] += move.nbytes
+            used[move.sender] += padded(move)
+            used[move.receiver] += padded(move)
         assert each
         assert max(used.values()) <= limit
 

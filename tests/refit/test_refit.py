@@ -423,8 +423,14 @@ def wrong_arguments():
     refused("no rank of the group has takes=", **({"gives": slices} if gives else {}))
     with pytest.raises(RefitError, match="group is None"):
         megapg.Refit(None, gives=slices)
-    # A tensor that is another one than before.
+    # One rank runs the old object, and the other makes a new one.
     refit = megapg.Refit(dist.group.WORLD, **{side: slices}, bucket_bytes=64)
+    if gives:
+        refused("rank 1 of the group does not make a Refit now", gives=slices)
+    else:
+        with pytest.raises(RefitError, match="rank 0 of the group: it makes a new Refit"):
+            refit.run()
+    # A tensor that is another one than before.
     if not gives:
         weights["w"].data = torch.zeros(3, 2)
     with pytest.raises(RefitError, match=r"rank 1 .*: w was float32 .*\[2, 3\], and is .*\[3, 2\]"):
