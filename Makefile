@@ -161,7 +161,7 @@ $(READY_RAY): $(READY)
 	.venv/bin/python -m pip install -qq -e '.[ray]'
 	@touch $@
 
-$(READY_VERL): $(VERL_NEEDS) | $(READY)
+$(READY_VERL): $(wildcard $(VERL_NEEDS)) | $(READY)
 	rm -rf $(@D)
 	.venv/bin/python -m pip install -qq --no-deps --target $(@D) -r $(VERL_NEEDS)
 	@touch $@

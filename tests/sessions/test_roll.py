@@ -105,7 +105,7 @@ def train(strategy):
 
 
 def alone(model, name, tp, pp):
-    """Train with ROLL's strategy as it is, on the globals."""
+    """Train with ROLL's unchanged strategy, on the globals."""
     from roll.distributed.strategy.factory import create_strategy
 
     with world(name):

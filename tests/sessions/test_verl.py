@@ -136,7 +136,7 @@ def exported(engine):
 
 
 def alone(model, kind, tp, pp):
-    """Train with verl's engine as it is, on the globals."""
+    """Train with verl's unchanged engine, on the globals."""
     from verl.workers.engine import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
     plain = {"language_model": MegatronEngineWithLMHead, "value_model": MegatronEngineWithValueHead}
