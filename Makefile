@@ -52,7 +52,7 @@ export PYTHON TORCH TORCH_INDEX ALLOW_CUDA_TORCH
 # The tests start interpreters by the hundred. Where none may keep bytecode each compiles megapg anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-rl test test-quick test-slow test-faults test-newest test-torch test-cores test-gpu test-ray test-verl test-upstream bench bench-migrate figures docs lint clean distclean
+.PHONY: help setup demo demo-rl test test-quick test-slow test-faults test-newest test-torch test-cores test-gpu test-ray test-verl test-roll test-upstream bench bench-migrate figures docs lint clean distclean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets (what a plain `make` does)
@@ -107,6 +107,11 @@ test-verl: $(READY_VERL)  ## run verl's own engines on two layouts in one worker
 	OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)/$(dir $(READY_VERL))$${PYTHONPATH:+:$$PYTHONPATH}" \
 		.venv/bin/python -m pytest -m verl tests/sessions/test_verl.py $(ARGS)
 
+# Nothing is fetched and nothing installed: ROLL is a checkout, and PYTHON has what it and the tests need.
+test-roll:  ## run two training strategies of the ROLL at ROLL on two layouts in one worker
+	OMP_NUM_THREADS=1 PYTHONPATH=".:$(ROLL):$(ROLL)/mcore_adapter/src$${PYTHONPATH:+:$$PYTHONPATH}" \
+		$(or $(PYTHON),python3) -m pytest -m roll tests/sessions/test_roll.py $(ARGS)
+
 # Nothing is fetched and nothing installed: MEGATRON is a checkout of Megatron-LM, and PYTHON has what
 # its tests need, megapg's own requirements, and GPUs where there are any.
 test-upstream:  ## run the unit tests of the Megatron-LM at MEGATRON on its globals and on sessions
@@ -159,7 +164,7 @@ $(READY_RAY): $(READY)
 	.venv/bin/python -m pip install -qq -e '.[ray]'
 	@touch $@
 
-$(READY_VERL): $(VERL_NEEDS) | $(READY)
+$(READY_VERL): $(wildcard $(VERL_NEEDS)) | $(READY)
 	rm -rf $(@D)
 	.venv/bin/python -m pip install -qq --no-deps --target $(@D) -r $(VERL_NEEDS)
 	@touch $@

@@ -73,16 +73,16 @@ class Turn:
 
 
 def on_session(engine: type[_EngineT], open_session: Callable[..., Session], /) -> type[_EngineT]:
-    """Return a subclass of an engine whose objects have a session and a layout of their own. ::
+    """Return a subclass of an engine that opens a session for each object. ::
 
         def open_session(config):
             return megapg.session(name=config.role, tp=config.tp, pp=config.pp)
 
         Engine = megapg.on_session(Engine, open_session)
 
-    It is for a class that reads Megatron's globals and initialises them only if nobody has. Its
-    constructor and its methods run in a :class:`Turn` of the object. A generator that a method
-    returns, alone or in a tuple, also runs in turns. The object has two more attributes:
+    Use it for a class that reads Megatron's globals, and initialises them only if they are not
+    initialised yet. Constructor and methods run in a :class:`Turn` of the object. A generator that
+    a method returns, alone or in a tuple, also runs in turns. The object has two more attributes:
     ``session``, which the caller closes, and ``turn``, for code outside of the class. Properties,
     coroutines, class methods, static methods and the other special methods are unchanged.
 

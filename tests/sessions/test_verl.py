@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from on_globals import world
+from tiny_qwen2 import WORDS, causal_attention, write_qwen2
 
 import megapg
 from megapg.testing import megatron_on_cpu, run_distributed
@@ -25,32 +26,12 @@ pytestmark = [
 
 GUIDE = Path(__file__).parents[2] / "migration_guide" / "rl-framework.md"
 ACTOR, CRITIC = ("language_model", 2, 1), ("value_model", 1, 2)  # kind, tp, pp
-WORDS = 96
 STEPS = 3
 
 
 @pytest.fixture
 def model(tmp_path):
-    """Write a Qwen2 with random weights, and its tokenizer."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(1)
-    config = Qwen2Config(
-        vocab_size=WORDS,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
-    words = Tokenizer(models.WordLevel({f"<{n}>": n for n in range(WORDS)}, unk_token="<0>"))
-    special = {"unk_token": "<0>", "pad_token": "<1>", "eos_token": "<2>"}
-    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(tmp_path)
-    return tmp_path
+    return write_qwen2(tmp_path)
 
 
 def build_of_local_layers():
@@ -58,13 +39,6 @@ def build_of_local_layers():
     from mbridge.core import register_model
     from mbridge.models.qwen2 import Qwen2Bridge
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-
-    class Causal(DotProductAttention):
-        """Ignores verl's mask of paddings, as Transformer Engine's causal attention does."""
-
-        def forward(self, query, key, value, attention_mask, *args, **kwargs):
-            return super().forward(query, key, value, None, *args, **kwargs)
 
     class Local(Qwen2Bridge):
         _OTHER_MAPPING = {
@@ -82,7 +56,7 @@ def build_of_local_layers():
                 self.config, use_transformer_engine=False, normalization="RMSNorm"
             )
             for layer in spec.layer_specs:
-                layer.submodules.self_attention.submodules.core_attention = Causal
+                layer.submodules.self_attention.submodules.core_attention = causal_attention()
             return spec
 
     register_model("qwen2")(Local)
@@ -162,7 +136,7 @@ def exported(engine):
 
 
 def alone(model, kind, tp, pp):
-    """Train with verl's engine as it is, on the globals."""
+    """Train with verl's unchanged engine, on the globals."""
     from verl.workers.engine import MegatronEngineWithLMHead, MegatronEngineWithValueHead
 
     plain = {"language_model": MegatronEngineWithLMHead, "value_model": MegatronEngineWithValueHead}
