@@ -361,7 +361,8 @@ def test_a_restart_with_variables_of_a_framework(start):
 
 def test_the_example_of_the_guide(nodes, tmp_path):
     page = Path(__file__).parents[2] / "migration_guide" / "rl-framework.md"
-    [script] = re.findall(r"```python\n(.*?)```", page.read_text().partition("\n## Two")[0], re.S)
+    shown = r"`train_on_ray.py`:\n\n```python\n(.*?)```"
+    [script] = re.findall(shown, page.read_text(), re.S)
     (tmp_path / "train_on_ray.py").write_text(script)
     address = ray.get_runtime_context().gcs_address
     environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)}
