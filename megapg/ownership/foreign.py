@@ -1,7 +1,7 @@
 """The sides of a joint group whose processes do not use megapg.
 
-They use SGLang's ``init_custom_process_group``, as it is or copied, as many frameworks do. It meets
-nobody. It creates the group in torch under a name, over a store whose address it was given.
+They use SGLang's ``init_custom_process_group``. Many frameworks have copies of this function. It
+creates the group in torch under a given name, over a store at a given address.
 """
 
 from __future__ import annotations

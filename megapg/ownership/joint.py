@@ -190,8 +190,8 @@ class JointGroup:
     def check(self, timeout: float | None = None, reason: str = "") -> HealthReport:
         """Check that every rank responds, except foreign ones. Every rank calls it.
 
-        The ranks meet over the store and do not use the group. So it also works after a collective
-        failed, and tells which rank is missing.
+        The ranks meet over the store and do not use the group. After a collective has failed, this
+        finds the missing rank.
 
         Args:
             timeout: seconds to wait for the other ranks. Default: that of the group.
@@ -306,18 +306,22 @@ class JointGroup:
 
     # -- the end -----------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Close the group. Closing twice does nothing.
 
         The ranks exchange their errors, and wait up to ``timeout`` seconds for late ranks. If a
         rank has an error or does not come, the group is aborted. Foreign ranks are not waited for.
+
+        Args:
+            error: why the ranks can't close in order, such as a lost rank. Then this rank aborts
+                the group and waits for no other rank, as after an exception in a ``with`` block.
 
         Raises:
             RendezvousError: ranks did not arrive, or had an error; ``missing`` has their ranks in
                 the group. The group here was aborted all the same.
             TeardownError: torch could not destroy the group.
         """
-        self._close(None)
+        self._close(error)
 
     def _close(self, error: BaseException | None) -> None:
         if self._state is LeaseState.CLOSED:
@@ -395,12 +399,12 @@ def joint_group(
         timeout: seconds that megapg waits for the other ranks, here and in :meth:`JointGroup.renew`
             and :meth:`JointGroup.close`. Does not affect collectives.
         collective_timeout: the timeout of collectives. Default: torch's for the backend.
-        hosts: side -> the hosts of its ranks, as far as they are known. An error names the host of
-            a rank that has come; with this argument, also that of a rank that never came.
-        foreign: side -> function, for sides whose processes do not use megapg but SGLang's
-            ``init_custom_process_group``. As soon as all other ranks are here, the first of them
-            calls the function with an :class:`Invitation`. It passes that to the foreign processes,
-            for example in a remote call, and does not wait for them. The first side must not be
+        hosts: side -> the hosts of its ranks, for messages about ranks that never came. The host of
+            a rank that has come is known.
+        foreign: side -> function, for sides that use SGLang's ``init_custom_process_group``
+            instead of megapg. When all other ranks are here, the first of them calls the function
+            with an :class:`Invitation`. The function passes it to the foreign processes, for
+            example in a remote call, and does not wait for them. The first side must not be
             foreign.
 
     Raises:

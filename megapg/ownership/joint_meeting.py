@@ -17,11 +17,11 @@ from megapg.rendezvous.store import Store, StoreError
 
 @dataclass(frozen=True)
 class Invitation:
-    """What processes that do not use megapg need to join a group.
+    """The arguments with which processes that do not use megapg join a group.
 
-    The names are those of SGLang's ``init_weights_update_group``. A rank of the side calls
-    ``init_custom_process_group(init_method=f"tcp://{master_address}:{master_port}",
-    rank=rank_offset + its rank, ...)`` with the other values as they are.
+    The names are those of SGLang's ``init_weights_update_group``. Each rank calls
+    ``init_custom_process_group`` with ``init_method=f"tcp://{master_address}:{master_port}"``, and
+    ``rank_offset`` plus its rank in the side as ``rank``.
 
     Attributes:
         master_address: the host of the store.
@@ -112,7 +112,7 @@ def meet(terms: Terms, sides: Sides, rank: int, hosts: Sequence[str]) -> Meeting
         terms: the group.
         sides: the sides of the next generation.
         rank: the rank of this process in the group.
-        hosts: rank -> host, as far as it is known.
+        hosts: rank -> host; empty if unknown.
 
     Raises:
         RendezvousError: a rank did not arrive in time, or came with other arguments.
@@ -122,7 +122,7 @@ def meet(terms: Terms, sides: Sides, rank: int, hosts: Sequence[str]) -> Meeting
     with terms.store.until(deadline, terms.title):
         keys = terms.keys
         generation = int(keys.peek("generation") or 0) + 1
-        # Each generation has its own keys. So a rank that was dropped can't be taken for the one
+        # Each generation has its own keys, so that a dropped rank is not confused with the rank
         # that has its number now.
         coordinator = Coordinator(
             keys.view(str(generation)), f"{terms.name} ({sides})", rank, ours, hosts, sides

@@ -192,7 +192,7 @@ class Rendezvous(Gathering):
             timeout: seconds to wait for the other ranks, if they wait for this one.
 
         Returns:
-            rank -> error, as far as it is known.
+            rank -> error, of this rank and the ranks that reported or did not confirm.
         """
         with contextlib.suppress(RendezvousError):  # the store may be what failed
             if self._mine.state == "arrived":

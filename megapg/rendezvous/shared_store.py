@@ -113,7 +113,7 @@ def connected(
         raise SessionError(
             f"store={store!r}: give an address, 'tcp://host:port', or torch's store."
         )
-    # A connection of its own, as torch makes one call at a time on each.
+    # torch makes one call at a time on each connection, so open another one.
     connection = Store(store, host_of(store, "the store given with store=")).clone()
     return connection, (store.host, store.port) if isinstance(store, dist.TCPStore) else None
 

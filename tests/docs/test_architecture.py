@@ -125,6 +125,7 @@ def said(imports: list[Import]) -> str:
 STORES = {
     "rendezvous/store.py": "the one place that calls them",
     "rendezvous/connect.py": "opens the store of a new WORLD",
+    "rendezvous/shared_store.py": "hosts a store for several jobs",
     "communicators/world.py": "a fake WORLD has one",
     "torch_private/__init__.py": "finds the store of the caller's WORLD",
     "communicators/addresses.py": "keeps what gloo writes in this process",

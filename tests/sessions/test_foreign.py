@@ -88,7 +88,7 @@ def as_sglang_does(joint):
 
 
 def trainer(address, tree):
-    """One of two trainer ranks. Rank 0 also starts the foreign processes."""
+    """Run one of two trainer ranks. Rank 0 also starts the foreign processes."""
     rank = int(os.environ["RANK"])
     with Foreign("sglang", tree, 2 if rank == 0 else 0) as rollout:
         options = {"timeout": STARTING, "collective_timeout": timedelta(seconds=5)}

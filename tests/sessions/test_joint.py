@@ -1,13 +1,18 @@
 """A process group between the processes of two jobs, and a job that loses members."""
 
+import contextlib
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,7 +112,7 @@ def test_ranks_of_two_jobs_have_a_group_without_world(forge, address):
 
 
 def beside_sessions(address, ports):
-    """Each side is a job of its own, with its own WORLD, in which ranks count from 0."""
+    """Open a session in each side. Each side is a job with a separate WORLD."""
     side, rank = place()
     launch = megapg.Launch(rank=rank, world_size=2, address="127.0.0.1", port=ports[side])
     with (
@@ -133,6 +138,25 @@ def test_sessions_of_each_job_stay_apart(forge, address):
     job = partial(beside_sessions, address, ports)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
     assert forge.results(job, 4, env=env) == [(10.0, 3.0, 3.0)] * 4
+
+
+def test_the_example_of_the_guide(address, tmp_path):
+    page = Path(__file__).parents[2] / "migration_guide" / "rl-framework.md"
+    [script] = re.findall(r"`send_weights.py`:\n\n```python\n(.*?)```", page.read_text(), re.S)
+    (tmp_path / "send_weights.py").write_text(script)
+    ranks = [("trainer", "0"), ("trainer", "1"), ("rollout", "0")]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "send_weights.py", *rank, address],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for rank in ranks
+    ]
+    said = [process.communicate(timeout=100)[0].strip() for process in processes]
+    assert said == [f"{side} {rank} has [7.0, 7.0, 7.0, 7.0]" for side, rank in ranks]
 
 
 # ---- ranks that do not come ----------------------------------------------------------------------
@@ -221,6 +245,34 @@ def test_a_dropped_group_is_aborted(address):
     with pytest.raises(RendezvousError, match=r"process \d+ on .* is gone|is gone"):
         lost.close()
     assert known() == 0
+
+
+def last_rank_hosts(fails):
+    """The process that hosts the store does not lead, and stops hosting when it has closed."""
+    board = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    with contextlib.ExitStack() as stack:
+        if place() == ("rollout", 1):
+            store = stack.enter_context(megapg.SharedStore("127.0.0.1"))
+            board.set("address", store.address)
+        else:
+            store = board.get("address").decode()
+        try:
+            for _ in range(1 if fails else 5):
+                with joint(store) as weights:
+                    assert total(weights.group) == 10
+                    if fails and place() == ("rollout", 1):
+                        raise KeyError("of my own")
+        except (RendezvousError, KeyError) as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_store_stays_until_the_other_ranks_have_read(forge, fails):
+    *others, host = forge.results(partial(last_rank_hosts, fails), 4)
+    assert host == ("'of my own'" if fails else "")
+    for said in others:
+        assert "side 'rollout' rank 1: KeyError: 'of my own'" in said if fails else not said
 
 
 # ---- members change ------------------------------------------------------------------------------
@@ -313,7 +365,7 @@ class Plan:
 
 
 def killed(seed, address):
-    """Return the error of a survivor, the time that it took, and what is left in torch's tables."""
+    """Return the error of a survivor, its seconds, and the number of entries in torch's tables."""
     plan, since = Plan(seed), time.monotonic()
     plan.begin()
     said = ""

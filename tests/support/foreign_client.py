@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 
 def function_of_sglang(tree):
-    """Return ``init_custom_process_group`` of a wheel as it is.
+    """Return the unmodified ``init_custom_process_group`` of a wheel.
 
-    Importing its module takes the packages of a server (orjson, triton, Pillow and more). So only
-    the function and the one global that it reads are taken from the file.
+    Its module imports the packages of a server (orjson, triton, Pillow and more). Only the function
+    and the one global that it reads are taken from the file.
     """
     path = Path(tree, "sglang/srt/utils/common.py")
     wanted = ("torch_release", "init_custom_process_group")
