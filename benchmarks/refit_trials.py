@@ -5,8 +5,8 @@ clock stops when the slowest rank has finished. Each contestant runs once before
 Peak memory is the growth of a process's resident memory during one run, on the rank where it grows
 most.
 
-The broadcast is that of frameworks. All ranks of a trainer's group gather one parameter. One of them
-broadcasts it to the rollout. The rollout's ranks cut their parts from it.
+The broadcast is that of frameworks. All ranks of a trainer's group gather one parameter. One of
+them broadcasts it to the rollout. The rollout's ranks cut their parts from it.
 """
 
 from __future__ import annotations

@@ -56,9 +56,9 @@ class Refit:
         ...
         report = refit.run()  # after each step, on every rank of the group
 
-    The constructor exchanges the slices of all ranks. Then each rank makes the same plan. :meth:`run`
-    writes the values of the source into the live tensors of the target, bit for bit. Each element that a
-    rank does not hold itself reaches it once. A rank may give and take.
+    The constructor exchanges the slices of all ranks. Then each rank makes the same plan.
+    :meth:`run` writes the values of the source into the live tensors of the target, bit for bit.
+    Each element that a rank does not hold itself reaches it once. A rank may give and take.
 
     If a model is built anew, make a new object on every rank. An object is not thread-safe.
 
@@ -97,7 +97,10 @@ class Refit:
         self._kinds = [device.type for device in torch_private.devices_of(group)]
         told = self._told(names, bucket_bytes)
         with self._waiting("exchanging the slices"):
-            everyone = [json.loads(each) for each in self._everyone(told, self._first_device())]
+            everyone = [
+                _heard(rank, each)
+                for rank, each in enumerate(self._everyone(told, self._first_device()))
+            ]
         self._check(everyone)
         self._device = self._buffers_on(everyone)
         moves = plan_moves(
@@ -299,7 +302,7 @@ class Refit:
         texts = [torch.empty_like(mine) for _ in range(self._size)]
         dist.all_gather(texts, mine, group=self._group)
         return [
-            bytes(each[:length].cpu().tolist()).decode()
+            bytes(each[:length].cpu().tolist()).decode(errors="replace")
             for each, length in zip(texts, lengths, strict=True)
         ]
 
@@ -345,6 +348,18 @@ def _raise_first(problems: Sequence[str]) -> None:
     for rank, problem in enumerate(problems):
         if problem:
             raise RefitError(f"rank {rank} of the group: {problem}")
+
+
+def _heard(rank: int, text: str) -> dict[str, Any]:
+    """Return the message of a rank that makes this object."""
+    try:
+        message: dict[str, Any] = json.loads(text)
+    except ValueError:
+        raise RefitError(
+            f"rank {rank} of the group does not make a Refit now, but runs one, or another "
+            "collective. Make it on every rank, and use the group for nothing else meanwhile."
+        ) from None
+    return message
 
 
 def _row(part: Part) -> list[object]:

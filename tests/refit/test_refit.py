@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from ports import free_port
 
@@ -24,6 +26,7 @@ from megapg import Part
 from megapg.errors import RankFailedError, RefitError
 from megapg.layout import ParallelLayout
 from megapg.testing import megatron_on_cpu, run_distributed
+from megapg.testing.agreement.built_in import gpt
 
 pytestmark = pytest.mark.contract
 
@@ -159,6 +162,69 @@ def layouts(folder):
 
 def test_weights_reach_another_layout(tmp_path):
     run_distributed(partial(layouts, tmp_path / "saved"), 4, preload=PRELOAD)
+
+
+# --- other models ---------------------------------------------------------------------------------
+
+
+def tied(folder):
+    """Two chunks on each of two stages, whose ends share the embedding, to tensor parallelism."""
+    dist.init_process_group("gloo")
+    trains = dist.get_rank() < 2
+    sizes = {"pp": 2, "vpp": 2} if trains else {"tp": 2}
+    with (
+        megatron_on_cpu(),
+        session("one", range(2) if trains else range(2, 4), **sizes) as it,
+        megapg.published(it.groups),  # Megatron-core logs ranks of the globals
+    ):
+        pg = it.groups
+        megapg.seed_all(1 + trains, pg)
+        model = [gpt(pg, stage) for stage in range(2)] if trains else gpt(pg)
+        slices = megapg.slices_of(model, pg_collection=pg)
+        megapg.Refit(dist.group.WORLD, **{"gives" if trains else "takes": slices}).run()
+        source, target = ((model, pg), None) if trains else (None, (model, pg, gpt(pg)))
+        assert differing(source, target, folder) == []
+    dist.destroy_process_group()
+
+
+def test_tied_embeddings_and_several_chunks(tmp_path):
+    run_distributed(partial(tied, tmp_path / "saved"), 4, preload=PRELOAD)
+
+
+def late():
+    """The trainer's ranks gather their weights in the next forward pass, or in the refit."""
+    dist.init_process_group("gloo")
+    with megatron_on_cpu(), session("one", range(2)) as it:
+        pg = it.groups
+        model, target = build(pg), build(pg)
+        takes = megapg.slices_of(target, pg_collection=pg)
+        options = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+        )
+        wrapped = DistributedDataParallel(model.config, options, model, pg_collection=pg)
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(lr=0.1, use_distributed_optimizer=True, overlap_param_gather=True),
+            [wrapped],
+            use_gloo_process_groups=False,
+            pg_collection=pg,
+        )
+        for parameter in model.parameters():
+            parameter.main_grad.fill_(1)
+        gives = megapg.slices_of([wrapped], pg_collection=pg)
+        refit = megapg.Refit(dist.group.WORLD, gives=gives, takes=takes)
+        optimizer.step()
+        mixed = [each.detach().clone() for each in model.parameters()]
+        refit.run()
+        found = [each.detach().clone() for each in target.parameters()]
+        assert not all(map(torch.equal, mixed, found))
+        assert all(map(torch.equal, model.parameters(), found))
+    dist.destroy_process_group()
+    return found
+
+
+def test_weights_that_are_not_gathered_yet():
+    first, second = run_distributed(late, 2, preload=PRELOAD)
+    assert all(map(torch.equal, first, second))
 
 
 # --- a rollout with Hugging Face's names ----------------------------------------------------------
@@ -309,6 +375,8 @@ def every_kind(bucket):
     return report
 
 
+@pytest.mark.torch
+@pytest.mark.smoke
 def test_tensors_of_every_kind():
     """A large box is one message. If it is contiguous, it needs no buffer."""
     for bucket in (1 << 12, 1 << 20):
@@ -402,6 +470,7 @@ def absent(phase, done):
     return str(caught.value), waited
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("phase", "message"),
     [("does not run", "waiting for all ranks"), ("dies", "moving weights")],
