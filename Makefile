@@ -97,7 +97,7 @@ test-cores:  ## run the contract tests on the Megatron-cores between (python3.12
 	@PYTHON312="$(PYTHON312)" sh .ci/test-versions.sh core "$(CORES_BETWEEN)" "" $(PYTEST) -m contract $(ARGS)
 
 # One after the other: they share a cluster, and actors, which take seconds to start.
-RAY = tests/launch/test_ray.py
+RAY = tests/launch/test_ray.py tests/docs/test_demo.py
 
 test-ray: $(READY_RAY)  ## run the tests that need Ray, on a local cluster of two nodes
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m ray $(RAY) $(ARGS)

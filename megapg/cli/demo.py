@@ -6,7 +6,7 @@ from typing import Annotated, Never
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from megapg.cli.console import add_default_to, add_to, refuse
 from megapg.demo.job import GPTRun
@@ -124,7 +124,7 @@ def rl() -> None:
     try:
         good = show_rl(console)
     except (RayError, MegapgError) as error:
-        console.print(f"[bold red]failed[/] {escape(str(error))}", highlight=False)
+        console.print("[bold red]failed[/]", Text.from_ansi(str(error)), soft_wrap=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         _say_stopped(console)

@@ -55,7 +55,8 @@ def show_rl(console: Console) -> bool:
     logging.getLogger("ray").setLevel(logging.ERROR)
     console.print(
         "[bold]megapg demo rl[/]: reinforcement learning on a local Ray cluster\n"
-        "each step: refit the rollouts, suspend both sessions, generate, resume, train, save\n"
+        "each step: refit the rollouts, suspend both sessions, generate, resume, train, save\n",
+        soft_wrap=True,
     )
     before = _children()
     with _cluster(say) as ports:
@@ -71,7 +72,7 @@ def show_rl(console: Console) -> bool:
                 if not faults:
                     console.print(job.picture())
                 stories.append(job.train(faults=faults))
-        actors = len(ray.util.list_named_actors())
+        actors = _actors()
     left = Left(actors, _alive(before), sum(map(_listens, ports)))
     console.print(verdict_table(rows := list(judge_rl(stories[0], stories[1], left))))
     return all(row.held for row in rows)
@@ -254,7 +255,7 @@ def _results(calls: list[Any]) -> list[Any]:
 
 
 def _said(sizes: Mapping[str, int]) -> str:
-    return " and ".join(f"{size} {side}s" for side, size in sizes.items())
+    return " and ".join(f"{size} {side}{'s' * (size > 1)}" for side, size in sizes.items())
 
 
 def _await_restart(actor: ActorHandle) -> None:
@@ -264,6 +265,14 @@ def _await_restart(actor: ActorHandle) -> None:
             _all([actor], "process")
             return
         time.sleep(0.2)
+
+
+def _actors() -> int:
+    """Return the number of actors that are left. Ray takes a moment to end those it killed."""
+    until = time.monotonic() + 10
+    while (left := len(ray.util.list_named_actors())) and time.monotonic() < until:
+        time.sleep(0.1)
+    return left
 
 
 def _children() -> set[psutil.Process]:
