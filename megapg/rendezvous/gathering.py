@@ -179,7 +179,7 @@ class Gathering:
                     # This process may host the store and exit next. Other ranks may not have failed
                     # yet, and need the store to find out which rank is to blame.
                     byes = [f"{self._mine.namespace}/bye/{rank}" for rank in self._ranks]
-                    self._store.stay(lambda: self._store.check(byes), STAY)
+                    self._store.stay(lambda: self._store.check(byes) and self._all_closed(), STAY)
                 return problems
         except StoreError as error:
             if not error.gone:  # if the store comes back, this rank must not look live
@@ -233,6 +233,10 @@ class Gathering:
                 self._hellos.say(namespace="")
         self._hellos.say(state="closed")
         return problems
+
+    def _all_closed(self) -> bool:
+        hellos = self._hellos.of_all(self._ranks).values()
+        return all(hello is None or hello.state != "live" for hello in hellos)
 
     def _leader_has_closed(self) -> bool:
         hello = self._hellos.of(self._ranks[0])

@@ -170,7 +170,9 @@ def of_two_jobs():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world, before = dist.group.WORLD, tables()
     world.bound_device_id = torch.device("cuda", 0)
+    splits, c10d._get_split_source = c10d._get_split_source, None  # torch calls it to split
     again = made_apart(me, store, "again")
+    c10d._get_split_source = splits
     assert world.bound_device_id == torch.device("cuda", 0)
     world.bound_device_id = None
     assert dist.get_rank(again) == 0  # the rank in WORLD, which a user must not take for another
