@@ -230,8 +230,8 @@ class ParallelLayout(Sizes):
 
         If each one divides the next, the groups repeat from block to block.
         """
-        grids = (self._dense, self._expert)
-        return tuple(sorted({self.world_size, *(g.stride(a) for g in grids for a in g.axes)}))
+        strides = (g.stride(axis) for g in (self._dense, self._expert) for axis in g.axes)
+        return tuple(sorted({self.world_size, *strides}))
 
     def describe(self) -> dict[str, str]:
         """Return every setting as text. The texts are equal exactly if the layouts are."""
@@ -266,14 +266,14 @@ class ParallelLayout(Sizes):
             PlanError: there is no such cluster, or the rank is not in the layout.
             UnknownFieldError: see ``members``.
         """
-        from megapg.plan import draw_svg  # a floor above, as this is all that needs it
+        from megapg.plan import draw_svg  # a floor above, and needed only here
 
         with open(file, "w", encoding="utf-8") as opened:
             opened.write(draw_svg(self, cluster, fields=fields, rank=rank))
 
     def _repr_html_(self) -> str:
         """Return the picture of ``draw``, for notebooks."""
-        from megapg.plan import draw_svg
+        from megapg.plan import draw_svg  # as above
 
         return draw_svg(self)
 
@@ -296,9 +296,8 @@ class ParallelLayout(Sizes):
         if field in ("embd", "pos_embd"):
             return self._embedding(field, at)
         if field == "intra_dp_cp":
-            instances = self.optimizer_instances
-            slices = (self.dp * self.cp // instances, instances)
-            return _level(self._positions("dp_cp", at), at, slices, 0)
+            whole, instances = self._positions("dp_cp", at), self.optimizer_instances
+            return _level(whole, at, (len(whole) // instances, instances), 0)
         if field.startswith("hybrid."):
             size, whole = int(field[7:]), self._positions("dp_cp", at)
             first = whole.index(at) // size * size

@@ -8,8 +8,6 @@ from megapg.communicators.lanes import NCCL_LANES
 from megapg.communicators.plan import Communicator, Recipe, communicators
 from megapg.layout import ParallelLayout
 
-MIB = 2**20
-
 
 @dataclass(frozen=True)
 class Measurement:
@@ -22,9 +20,9 @@ class Measurement:
 # NCCL documents no formula. The memory grows with the channels, and so with the speed of the links.
 # It does not grow with the number of nodes beyond two (NVIDIA/nccl#986).
 MEASURED = (
-    Measurement(388 * MIB, "megapg, benchmarks/RESULTS.md: H200, NCCL 2.28.9, one rank"),
+    Measurement(388 * 2**20, "megapg, benchmarks/RESULTS.md: H200, NCCL 2.28.9, one rank"),
     Measurement(544 * 10**6, "NVIDIA/nccl#964: four A100 with NVLink, two ranks"),
-    Measurement(576 * MIB, "sgl-project/sglang#30908: GB200, NCCL 2.30.4"),
+    Measurement(576 * 2**20, "sgl-project/sglang#30908: GB200, NCCL 2.30.4"),
     Measurement(688 * 10**6, "NVIDIA/nccl#964: four A100 with NVLink, three or four ranks"),
 )
 
@@ -50,14 +48,10 @@ class Stages:
         return self.connected * min(sizes), self.connected * max(sizes)
 
 
-def session_recipe() -> Recipe:
-    """Return the settings of ``megapg.session(backend="nccl")`` without further arguments."""
-    return Recipe("nccl", NCCL_LANES, {}, frozenset(), all_gather_groups=False)
-
-
 def of_rank(layout: ParallelLayout, rank: int) -> list[Communicator]:
-    """Return the communicators of a rank: exactly those that a session makes."""
-    return communicators(layout, session_recipe(), rank)
+    """Return the communicators of a rank: those that ``megapg.session(backend="nccl")`` makes."""
+    recipe = Recipe("nccl", NCCL_LANES, {}, frozenset(), all_gather_groups=False)
+    return communicators(layout, recipe, rank)
 
 
 def of_stages(layout: ParallelLayout, rank: int) -> list[Stages]:

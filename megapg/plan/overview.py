@@ -56,6 +56,7 @@ class Plan:
             picture: the grid in it. Default: ``picture()``.
         """
         cluster, sizes = self.cluster, self.layout
+        picture = picture or self.picture()
         return {
             "schema_version": 1,
             "megapg": megapg.__version__,
@@ -67,7 +68,7 @@ class Plan:
             },
             "cluster": {
                 "name": cluster.name,
-                "nodes": nodes_of(sizes, cluster),
+                "nodes": cluster.nodes or picture.nodes,
                 **{name: asdict(each) for name, each in cluster.quantities.items()},
             },
             "rank": self.rank,
@@ -82,7 +83,7 @@ class Plan:
                 "by_stage": [asdict(each) | {"memory": each.memory} for each in self.stages],
                 "measured": [asdict(each) for each in MEASURED],
             },
-            "grid": (picture or self.picture()).as_json(),
+            "grid": picture.as_json(),
             "findings": [asdict(each) for each in self.findings],
         }
 
@@ -128,8 +129,3 @@ def draw_svg(
 ) -> str:
     """Return the grid of a layout as SVG. See :meth:`megapg.ParallelLayout.draw`."""
     return to_svg(draw_picture(layout, load_cluster(cluster), fields=fields, rank=rank))
-
-
-def nodes_of(layout: ParallelLayout, cluster: Cluster) -> int:
-    """Return the number of nodes of the cluster, or of those that the layout needs."""
-    return cluster.nodes or -(-(max(layout.ranks) + 1) // cluster.node_size)

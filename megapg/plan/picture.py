@@ -23,6 +23,8 @@ USUAL: tuple[GroupName, ...] = ("tp", "cp", "pp", "dp", "ep", "expt_tp", "gtp_re
 NODES = 12
 """The number of nodes that are drawn, about."""
 
+_ROW = 8  # nodes in a row
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -144,7 +146,9 @@ def draw_picture(
         return tuple(number[field](each) if each in present else None for each in ranks)
 
     count = max(layout.ranks) // size + 1
-    loops = _loops(layout, size, lambda node: [numbers_at(field, node) for field in drawn])
+    loops = None
+    if all(layout.is_regular(field) for field in drawn):
+        loops = _loops(layout, size, lambda node: [numbers_at(field, node) for field in drawn])
     rows = folded(loops, count, nodes, None if rank is None else rank // size)
     shown = [node for row in rows for node in row]
     lit = rank if rank is not None else min(layout.ranks)
@@ -192,7 +196,6 @@ def title_of(layout: ParallelLayout, cluster: Cluster) -> str:
 
 def _numbering(layout: ParallelLayout, field: GroupName) -> Callable[[int], int | None]:
     """Return a function from a rank to the number of its group."""
-    layout.first_ranks(field)  # raises if there is no such field
     if layout.is_regular(field):
         return lambda rank: layout.group_number(field, rank)
     groups = enumerate(layout.partition(field))
@@ -264,4 +267,8 @@ def folded(
         [digit * step for digit in digits] for digits, (_, step) in zip(chosen, loops, strict=True)
     ]
     starts = sorted(map(sum, itertools.product(*slower)))
-    return tuple(tuple(start + node for node in fastest) for start in starts)
+    return tuple(
+        tuple(start + node for node in fastest[at : at + _ROW])
+        for start in starts
+        for at in range(0, len(fastest), _ROW)
+    )

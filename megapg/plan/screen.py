@@ -33,13 +33,14 @@ def grid(picture: Picture) -> Text:
     lines = [Text(picture.title, style="bold"), Text()]
     lines += [Text(line, style="dim") for line in _legend(picture)]
     rows = (row for panel in picture.panels for row in panel.numbers.values())
-    digits = max(len(str(number)) for row in rows for number in row if number is not None)
-    size = min(_ACROSS, len(next(iter(picture.ranks.values()))))
+    digits = max(len(str(n)) for row in rows for n in (0, *row) if n is not None)
     label = max(6, len(str(max(picture.ranks))) + 2)
-    width = (max(digits, 2) + 1) * size
-    beside = max(1, (_WIDTH - label) // (width + 3))
+    cells = (max(digits, 2) + 1) * min(_ACROSS, len(next(iter(picture.ranks.values()))))
+    room = 3 + max(cells, *(len(panel.caption) for panel in picture.panels))
+    beside = max(1, (_WIDTH - label + 3) // room)
     for start in range(0, len(picture.panels), beside):
-        lines += [Text(), *_panels(picture, picture.panels[start : start + beside], label, width)]
+        panels = picture.panels[start : start + beside]
+        lines += [Text(), *_panels(picture, panels, label, room, max(digits, 2) + 1)]
     return Text("\n").join(lines)
 
 
@@ -52,16 +53,17 @@ def _legend(picture: Picture) -> list[str]:
     return [*lines, *filter(None, [picture.note])]
 
 
-def _panels(picture: Picture, panels: Sequence[Panel], label: int, width: int) -> Iterator[Text]:
-    across = max(width, *(len(text) for panel in panels for text in (panel.name, panel.caption)))
-    room = max(width, min(across, (_WIDTH - label) // len(panels) - 3))
-    heads = Text("node".ljust(label))
-    captions = Text(" " * label)
+def _panels(
+    picture: Picture, panels: Sequence[Panel], label: int, room: int, cell: int
+) -> Iterator[Text]:
+    heads, captions = Text("node".ljust(label)), Text(" " * label)
     for panel in panels:
-        heads.append(_cut(panel.name, room) + "   ", style="bold")
+        heads.append(panel.name.ljust(room), style="bold")
         slow = panel.span.link == "network"
-        captions.append(_cut(panel.caption, room) + "   ", style="yellow" if slow else "dim")
-    yield from (heads, captions)
+        captions.append(panel.caption.ljust(room), style="yellow" if slow else "dim")
+    for line in (heads, captions):
+        line.rstrip()
+        yield line
     for node, hidden, _ in picture.gaps():
         if hidden:
             like = "like these" if picture.repeats else "more"
@@ -71,15 +73,11 @@ def _panels(picture: Picture, panels: Sequence[Panel], label: int, width: int) -
             line = Text((f"{node}" if at == 0 else "").rjust(label - 2) + "  ")
             for panel in panels:
                 cells = slice(at, at + _ACROSS)
-                row = _row(picture, panel, ranks[cells], panel.numbers[node][cells], width)
-                row.pad_right(room + 3 - len(row))
+                row = _row(picture, panel, ranks[cells], panel.numbers[node][cells], cell)
+                row.pad_right(room - len(row))
                 line.append(row)
             line.rstrip()
             yield line
-
-
-def _cut(text: str, room: int) -> str:
-    return text[:room].ljust(room)
 
 
 def _row(
@@ -87,19 +85,18 @@ def _row(
     panel: Panel,
     ranks: Sequence[int | None],
     numbers: Sequence[int | None],
-    width: int,
+    cell: int,
 ) -> Text:
-    each = width // min(_ACROSS, len(next(iter(picture.ranks.values()))))
     row = Text()
     for rank, number in zip(ranks, numbers, strict=True):
         if rank is None:
-            row.append(" " * each)
+            row.append(" " * cell)
         elif number is None or (picture.rank is not None and number != panel.lit):
-            row.append(("-" if number is None else ".").rjust(each), style="dim")
+            row.append(("-" if number is None else ".").rjust(cell), style="dim")
         elif rank == picture.rank:
-            row.append(f"[{number}]".rjust(each), style="bold reverse")
+            row.append(f"[{number}]".rjust(cell), style="bold reverse")
         else:
-            row.append(str(number).rjust(each), style=_STYLES[number % len(_STYLES)])
+            row.append(str(number).rjust(cell), style=_STYLES[number % len(_STYLES)])
     return row
 
 
