@@ -83,8 +83,8 @@ def plan(
     It draws the grid of nodes by local ranks, in the numbers of the groups. It lists how far the
     groups of each field reach, which NCCL communicators a session makes, and what is wrong.
 
-    Read the output from the top: a field whose groups lie in a node communicates over NVLink, and
-    the others over the network. tp communicates most, then ep and cp, then pp and dp.
+    Groups in a node communicate over NVLink, other groups over the network. tp, cp and ep
+    communicate in every layer, pp for every microbatch, and dp for every step.
 
     megapg/plan/schema.json describes the JSON.
 

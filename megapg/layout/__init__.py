@@ -24,6 +24,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import cast
 
 from megapg.errors import LayoutError, UnknownFieldError
@@ -268,8 +269,8 @@ class ParallelLayout(Sizes):
         """
         from megapg.plan import draw_svg  # a floor above, and needed only here
 
-        with open(file, "w", encoding="utf-8") as opened:
-            opened.write(draw_svg(self, cluster, fields=fields, rank=rank))
+        text = draw_svg(self, cluster, fields=fields, rank=rank)
+        Path(file).write_text(text, encoding="utf-8")
 
     def _repr_html_(self) -> str:
         """Return the picture of ``draw``, for notebooks."""

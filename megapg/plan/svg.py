@@ -24,7 +24,8 @@ STYLE = """
 .megapg .node{fill:none;stroke:#8a93a6}
 .megapg .h1{font-size:17px;font-weight:600}
 .megapg .h2{font-size:14px;font-weight:600}
-.megapg .quiet,.megapg .quiet tspan{fill:#5b6478}
+.megapg .about{font-size:12px;font-weight:400}
+.megapg .quiet{fill:#5b6478}
 .megapg .small{font-size:9.5px}
 .megapg .cell text{fill:#14171f;text-anchor:middle;font-variant-numeric:tabular-nums}
 .megapg .none rect{fill:none;stroke:#8a93a6;stroke-dasharray:2 2}
@@ -38,7 +39,7 @@ STYLE = """
 @media screen and (prefers-color-scheme:dark){
 .megapg text{fill:#e6e9f0}
 .megapg .paper{fill:#171a21}
-.megapg .quiet,.megapg .quiet tspan,.megapg .none text{fill:#a5aec2}
+.megapg .quiet,.megapg .none text{fill:#a5aec2}
 .megapg .node{stroke:#7b849a}
 .megapg.on .lit .box{stroke:#ffffff}
 .megapg .slow{fill:#ffa07a}
@@ -112,10 +113,10 @@ class _Drawing:
         self._node_width = self._across * cell + 6
         self._node_height = -(-size // self._across) * _HEIGHT + 6
         self.width = self.height = 0.0
-        slow = " slow" if panel.span.link == "network" else ""
+        style = "slow" if panel.span.link == "network" else "quiet"
         head = (
             f'<text class="h2" y="0">{escape(panel.name)}'
-            f'<tspan class="small{slow or " quiet"}" dx="8" font-weight="400" font-size="11.5">'
+            f'<tspan class="about {style}" dx="8">'
             f"{escape(panel.caption)}</tspan></text>"
         )
         field = " ".join(panel.fields)
