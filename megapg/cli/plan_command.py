@@ -80,8 +80,8 @@ def plan(
 ) -> None:
     """Show a layout on a cluster before you have the GPUs. Needs no GPU and no torch.
 
-    It draws the grid of nodes by local ranks, in the numbers of the groups. It lists how far the
-    groups of each field reach, which NCCL communicators a session makes, and what is wrong.
+    The grid has a row for each node, and the number of the group for each rank. Below are the
+    nodes that groups cross, the NCCL communicators of a session, and problems with cures.
 
     Groups in a node communicate over NVLink, other groups over the network. tp, cp and ep
     communicate in every layer, pp for every microbatch, and dp for every step.

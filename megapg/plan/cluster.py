@@ -67,19 +67,6 @@ class Cluster:
         """Every number with its source, by its key in the file."""
         return {name: getattr(self, name) for name in NUMBERS}
 
-    def check(self, world_size: int) -> None:
-        """Check that the ranks of a layout fit on the nodes.
-
-        Raises:
-            PlanError: the cluster has fewer GPUs.
-        """
-        if self.nodes is not None and self.nodes * self.node_size < world_size:
-            needed = -(-world_size // self.node_size)
-            raise PlanError(
-                f"{self.nodes} nodes of {self.name} have {self.nodes * self.node_size} GPUs, but "
-                f"the layout has {world_size} ranks. Use {needed}x{self.name}."
-            )
-
 
 NUMBERS = tuple(each.name for each in fields(Cluster) if each.name not in ("name", "nodes"))
 _WHOLE = ("gpus_per_node", "nvlink_domain")

@@ -50,11 +50,7 @@ class Plan:
         return draw_picture(self.layout, self.cluster, fields=fields, rank=rank, nodes=nodes)
 
     def as_json(self, picture: Picture | None = None) -> dict[str, Any]:
-        """Return plain data, as described by ``schema.json`` in this package.
-
-        Args:
-            picture: the grid in it. Default: ``picture()``.
-        """
+        """Return plain data with this grid, as described by ``schema.json`` in this package."""
         cluster, sizes = self.cluster, self.layout
         picture = picture or self.picture()
         return {
@@ -103,7 +99,12 @@ def make_plan(
     """
     if isinstance(cluster, str):
         cluster = load_cluster(cluster)
-    cluster.check(max(layout.ranks) + 1)
+    needed = max(layout.ranks) // cluster.node_size + 1
+    if cluster.nodes is not None and cluster.nodes < needed:
+        raise PlanError(
+            f"{cluster.nodes} nodes of {cluster.name} have {cluster.nodes * cluster.node_size} "
+            f"GPUs, but the layout has {layout.world_size} ranks. Use {needed}x{cluster.name}."
+        )
     rank = min(layout.ranks) if rank is None else rank
     if rank not in layout.ranks:
         raise PlanError(f"rank {rank} is not in the layout, which has {layout.world_size} ranks.")

@@ -64,7 +64,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """What the terminal, SVG and HTML draw.
+    """The grid of nodes by local ranks, with a panel for each field.
 
     Attributes:
         title: the sizes and the machines.

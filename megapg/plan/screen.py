@@ -68,27 +68,20 @@ def _panels(
         if hidden:
             like = "like these" if picture.repeats else "more"
             yield Text(f"{':':>{label - 2}}  {hidden:,} nodes {like}", style="dim")
-        ranks = picture.ranks[node]
-        for at in range(0, len(ranks), _ACROSS):
+        for at in range(0, len(picture.ranks[node]), _ACROSS):
             line = Text((f"{node}" if at == 0 else "").rjust(label - 2) + "  ")
             for panel in panels:
-                cells = slice(at, at + _ACROSS)
-                row = _row(picture, panel, ranks[cells], panel.numbers[node][cells], cell)
+                row = _row(picture, panel, node, at, cell)
                 row.pad_right(room - len(row))
                 line.append(row)
             line.rstrip()
             yield line
 
 
-def _row(
-    picture: Picture,
-    panel: Panel,
-    ranks: Sequence[int | None],
-    numbers: Sequence[int | None],
-    cell: int,
-) -> Text:
+def _row(picture: Picture, panel: Panel, node: int, at: int, cell: int) -> Text:
     row = Text()
-    for rank, number in zip(ranks, numbers, strict=True):
+    for place in range(at, min(at + _ACROSS, len(picture.ranks[node]))):
+        rank, number = picture.ranks[node][place], panel.numbers[node][place]
         if rank is None:
             row.append(" " * cell)
         elif number is None or (picture.rank is not None and number != panel.lit):

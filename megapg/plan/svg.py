@@ -143,14 +143,10 @@ class _Drawing:
             self.height = y + self._node_height + 18
 
     def _node(self, node: int, x: float, y: float) -> str:
-        ranks = [rank for rank in self._picture.ranks[node] if rank is not None]
-        label = f"{ranks[0]}-{ranks[-1]}" if ranks else ""
-        cells = "".join(
-            self._one(rank, number, place)
-            for place, (rank, number) in enumerate(
-                zip(self._picture.ranks[node], self._panel.numbers[node], strict=True)
-            )
-        )
+        ranks, numbers = self._picture.ranks[node], self._panel.numbers[node]
+        present = [rank for rank in ranks if rank is not None]
+        label = f"{present[0]}-{present[-1]}" if present else ""
+        cells = "".join(map(self._one, ranks, numbers, range(len(ranks))))
         return (
             f'<g transform="translate({x:g} {y + 14:g})">'
             f'<text class="small quiet" x="2" y="-4">node {node}</text>'
@@ -168,11 +164,8 @@ class _Drawing:
             return ""
         middle = f'x="{x + self._cell / 2:g}" y="{y + 12.5:g}"'
         if number is None:
-            about = f"<title>rank {rank}: in no group of {self._panel.name}</title>"
-            return (
-                f'<g class="cell none" data-rank="{rank}"><rect {box} rx="2"/>'
-                f"<text {middle}>-</text>{about}</g>"
-            )
+            cell = f'<rect {box} rx="2"/><text {middle}>-</text>'
+            return f'<g class="cell none" data-rank="{rank}">{cell}</g>'
         kind, colour = divmod(self._order[number], len(COLOURS))
         fill = COLOURS[colour] if kind % 3 == 0 else PALE[colour]
         frame = f' stroke="{COLOURS[colour]}" stroke-width="2"' if kind % 3 == 1 else ""

@@ -168,16 +168,16 @@ def options_of(text):
 @pytest.mark.parametrize(
     ("sizes", "cluster", "code", "cure"),
     [
-        ({"world_size": 64, "tp": 16, "pp": 2}, "H100-8", "tp-crosses-nodes", "--tp 8 --pp 4"),
-        ({"world_size": 48, "tp": 6}, "H100-8", "tp-crosses-nodes", "--tp 4 keeps"),
+        ({"world_size": 64, "tp": 16, "pp": 2}, "H100-8", "tp-leaves-nvlink", "--tp 8 --pp 4"),
+        ({"world_size": 48, "tp": 6}, "H100-8", "tp-leaves-nvlink", "--tp 4 keeps"),
         (
             {"world_size": 64, "tp": 8, "order": "dp-tp-cp-ep-pp"},
-            *("H100-8", "tp-crosses-nodes", "--order tp-"),
+            *("H100-8", "tp-leaves-nvlink", "--order tp-"),
         ),
-        ({"world_size": 64, "tp": 8, "ep": 8}, "H100-8", "ep-crosses-nodes", "--expt-tp 1"),
+        ({"world_size": 64, "tp": 8, "ep": 8}, "H100-8", "ep-leaves-nvlink", "--expt-tp 1"),
         (
             {"world_size": 64, "tp": 2, "ep": 4, "order": "tp-dp-cp-ep-pp"},
-            *("H100-8", "ep-crosses-nodes", "--order tp-cp-ep-"),
+            *("H100-8", "ep-leaves-nvlink", "--order tp-cp-ep-"),
         ),
         ({"world_size": 64, "ep": 64}, "H100-8", None, None),  # no order keeps 64 ranks inside
         ({"world_size": 64, "tp": 16, "ep": 4}, "GB200-NVL72", None, None),
@@ -216,7 +216,7 @@ def test_the_json_is_that_of_the_schema(tmp_path):
     assert fields["pp"]["ranks"] == {"count": 8, "runs": [[13, 461, 64]]}
     assert (fields["pp"]["nodes"], fields["pp"]["link"]) == ([8, 8], "network")
     assert found["cluster"]["nodes"] == 64
-    assert [each["code"] for each in found["findings"]] == ["ep-crosses-nodes"]
+    assert [each["code"] for each in found["findings"]] == ["ep-leaves-nvlink"]
     nodes = [each["node"] for each in found["grid"]["drawn"]]
     assert found["grid"]["groups"]["tp"] == [[node] * 8 for node in nodes]
 
