@@ -49,7 +49,10 @@ class Stages:
 
 
 def of_rank(layout: ParallelLayout, rank: int) -> list[Communicator]:
-    """Return the communicators of a rank: those that ``megapg.session(backend="nccl")`` makes."""
+    """Return the communicators of a rank: those that ``megapg.session(backend="nccl")`` makes.
+
+    If the caller has bound WORLD to a device, a rank may have more, of a single rank each.
+    """
     recipe = Recipe("nccl", NCCL_LANES, {}, frozenset(), all_gather_groups=False)
     return communicators(layout, recipe, rank)
 

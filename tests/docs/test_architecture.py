@@ -357,7 +357,7 @@ def test_what_is_long_has_a_reason() -> None:
 PUBLIC = (
     *("megapg.layout", "megapg.collection", "megapg.launch", "megapg.errors", "megapg.testing"),
     *("megapg.megatron", "megapg.megatron.getters", "megapg.signals", "megapg.checkpoint"),
-    "megapg.rng",
+    *("megapg.rng", "megapg.plan"),
 )
 
 

@@ -1,6 +1,7 @@
 """Pictures of layouts: their folds, and what the terminal, SVG and HTML show."""
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ from megapg.layout import ParallelLayout
 from megapg.plan import load_cluster, make_plan
 from megapg.plan.page import to_html
 from megapg.plan.picture import draw_picture
-from megapg.plan.screen import show
+from megapg.plan.screen import grid, show
 from megapg.plan.svg import COLOURS, PALE, STYLE, to_svg
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +59,12 @@ def test_the_nodes_that_are_left_out_repeat_those_that_are_drawn(name, nodes):
             }
             assert all(all_nodes[node] == cells for node, cells in panel.numbers.items())
         shown = {pattern(cells) for cells in panel.numbers.values()}
+        for row in picture.rows if picture.repeats else ():
+            for near, far in itertools.pairwise(row):
+                for node in range(near + 1, far):
+                    share = (node - near) / (far - near)
+                    ends = zip(panel.numbers[near], panel.numbers[far], strict=True)
+                    assert [a + share * (b - a) for a, b in ends] == [*all_nodes[node]]
         if picture.repeats:
             assert shown == {pattern(cells) for cells in all_nodes.values()}
     assert len(picture.ranks) <= max(nodes, 2 ** len(picture.rows))
@@ -95,6 +102,8 @@ def printed(name, **options):
 def test_the_terminal_needs_80_columns_and_no_colour(name):
     lines = printed(name).splitlines()
     assert max(map(len, lines)) <= 80
+    # Longer lines of the grid would be wrapped.
+    assert max(map(len, grid(drawn(name)[1]).plain.splitlines())) <= 80
     assert len(lines) < 140
     assert "…" not in "".join(lines)  # nothing is cut
 
