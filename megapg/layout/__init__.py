@@ -276,7 +276,7 @@ class ParallelLayout(Sizes):
         """Return the picture of ``draw``, for notebooks."""
         from megapg.plan import draw_svg  # as above
 
-        return draw_svg(self)
+        return f'<div style="overflow-x: auto">{draw_svg(self)}</div>'
 
     # -- how the groups come about -----------------------------------------------------------
 

@@ -52,12 +52,13 @@ class Panel:
         """The groups, and the link between their ranks."""
         span = self.span
         groups = f"{span.count:,} group{'s' * (span.count > 1)} of {span.size:,}"
-        most = span.nodes[1]
+        least, most = span.nodes
+        up_to = "up to " if least < most else ""
         where = {
             "none": "",
-            "NVLink": "in a node" if most == 1 else f"NVLink, {most} nodes",
+            "NVLink": "in a node" if most == 1 else f"NVLink, {up_to}{most} nodes",
             "node": "in a node, not all over NVLink",
-            "network": f"across {most:,} nodes",
+            "network": f"across {up_to}{most:,} nodes",
         }[span.link]
         return ", ".join(filter(None, (groups, where)))
 
@@ -141,9 +142,11 @@ def draw_picture(
     size = cluster.node_size
     present = layout.ranks if isinstance(layout.ranks, range) else frozenset(layout.ranks)
 
+    def ranks_at(node: int) -> tuple[int | None, ...]:
+        return tuple(r if r in present else None for r in range(node * size, (node + 1) * size))
+
     def numbers_at(field: GroupName, node: int) -> tuple[int | None, ...]:
-        ranks = range(node * size, (node + 1) * size)
-        return tuple(number[field](each) if each in present else None for each in ranks)
+        return tuple(None if r is None else number[field](r) for r in ranks_at(node))
 
     count = max(layout.ranks) // size + 1
     loops = None
@@ -161,10 +164,7 @@ def draw_picture(
         )
         for field in drawn
     ]
-    cells = {
-        node: tuple(r if r in present else None for r in range(node * size, (node + 1) * size))
-        for node in shown
-    }
+    cells = {node: ranks_at(node) for node in shown}
     title = title_of(layout, cluster)
     return Picture(title, rows, count, cells, tuple(panels), rank, loops is not None)
 
@@ -204,13 +204,13 @@ def _numbering(layout: ParallelLayout, field: GroupName) -> Callable[[int], int 
 
 # --- folds ----------------------------------------------------------------------------------------
 
+# A number of repetitions, and the distance between two of them in nodes.
 Loop = tuple[int, int]
-"""A number of repetitions, and the distance between two of them in nodes."""
+# Maps a node to the numbers of its groups, in each field.
+NumbersAt = Callable[[int], list[tuple[int | None, ...]]]
 
 
-def _loops(
-    layout: ParallelLayout, size: int, numbers_at: Callable[[int], list[tuple[int | None, ...]]]
-) -> list[Loop] | None:
+def _loops(layout: ParallelLayout, size: int, numbers_at: NumbersAt) -> list[Loop] | None:
     """Return how the nodes repeat, the fastest loop first. None if they do not repeat evenly."""
     blocks = sorted({*layout.block_sizes, size})
     even = all(larger % smaller == 0 for smaller, larger in itertools.pairwise(blocks))
@@ -227,9 +227,7 @@ def _loops(
     return loops
 
 
-def _same_step(
-    numbers_at: Callable[[int], list[tuple[int | None, ...]]], loop: Loop, next_step: int
-) -> bool:
+def _same_step(numbers_at: NumbersAt, loop: Loop, next_step: int) -> bool:
     """True if the group numbers after the loop's end go on as within the loop."""
     times, step = loop
     first, second, after = numbers_at(0), numbers_at(step), numbers_at(next_step)
@@ -252,8 +250,8 @@ def folded(
         kept: a node that must be drawn.
     """
     if loops is None:
-        first = {*range(min(count, budget)), *([] if kept is None else [kept])}
-        return tuple((node,) for node in sorted(first))
+        first = sorted({*range(min(count, budget)), *([] if kept is None else [kept])})
+        return tuple(tuple(first[at : at + _ROW // 2]) for at in range(0, len(first), _ROW // 2))
     chosen: list[list[int]] = [[*range(times)] for times, _ in loops]
     always = [set() if kept is None else {kept // step % times} for times, step in loops]
     for ends in ((0, 1, -1), (0, -1), (0,)):

@@ -77,8 +77,7 @@ def to_svg(picture: Picture) -> str:
     about = "Each field's groups on the grid of nodes by local ranks."
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="megapg{lit}" '
-        f'role="img" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
-        f'style="max-width:100%;height:auto">'
+        f'role="img" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}">'
         f"<title>{escape(picture.title)}</title><desc>{about}</desc><style>{STYLE}</style>"
         f'<rect class="paper" width="{width:g}" height="{height:g}" rx="8"/>'
         f'<text class="h1" x="{_MARGIN}" y="34">{escape(picture.title)}</text>'
@@ -98,7 +97,8 @@ def _legend(picture: Picture) -> list[str]:
     if picture.rank is not None:
         text += f" The groups of rank {picture.rank} are lit up."
     gap = next((hidden for _, hidden, _ in picture.gaps() if hidden), 0)
-    return [text, f"{picture.note} +{gap:,} stands for {gap:,} more nodes."] if gap else [text]
+    more = f" +{gap:,} stands for {gap:,} more nodes." if gap else ""
+    return [text, picture.note + more] if picture.note else [text]
 
 
 class _Drawing:
