@@ -234,5 +234,9 @@ class ParityError(MegapgError, AssertionError):
     """A model's results in a layout differ from its results on one rank."""
 
 
+class PlanError(MegapgError, ValueError):
+    """A cluster, a model or a rank that a plan was asked for does not exist or does not fit."""
+
+
 class RngStateWarning(UserWarning):
     """Random streams could not be restored exactly; fresh ones were derived instead."""

@@ -18,7 +18,10 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-PAGES = ("*.md", "migration_guide/*.*", "benchmarks/*.md", "docs/**/*.*", "megapg/doctor/*.json")
+PAGES = (
+    *("*.md", "migration_guide/*.*", "benchmarks/*.md", "docs/**/*.*"),
+    *("megapg/doctor/*.json", "megapg/plan/*.json", "megapg/plan/clusters/*.toml"),
+)
 
 _ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`(~?)([\w.]+)`")
 _BLOCK = re.compile(r"(?: ::|(:):)\n\n((?:(?: {4}.*)?\n)*(?: {4}.*))")

@@ -13,6 +13,7 @@ from megapg.cli.demo import app as demo_app
 from megapg.cli.doctor import app as doctor_app
 from megapg.cli.migrate import app as migrate_app
 from megapg.cli.parity import app as parity_app
+from megapg.cli.plan_command import app as plan_app
 
 app = make_app("Process groups for Megatron-core by injection instead of module globals.")
 app.add_typer(demo_app, name="demo")
@@ -20,6 +21,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(migrate_app)
 app.add_typer(doctor_app)
 app.add_typer(parity_app)
+app.add_typer(plan_app)
 
 
 def _say_version(wanted: bool) -> None:

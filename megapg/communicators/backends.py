@@ -11,32 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megapg import torch_private
+from megapg.communicators.lanes import NCCL_LANES
 from megapg.communicators.options import CommunicatorOptions
 from megapg.errors import UnsupportedOptionError
 from megapg.torch_private import Options
-
-# Fields whose collectives can run at the same time must not share an NCCL communicator, even if
-# their ranks are equal. A communicator runs its collectives in sequence, and a different order on
-# two ranks would deadlock. Fields not listed here are on the common lane.
-_NCCL_LANES: Mapping[str, str] = {
-    "pp": "pipeline",
-    "embd": "embedding",
-    "pos_embd": "embedding",
-    "dp": "gradients",
-    "dp_cp": "gradients",
-    "dp_cp_gtp_remat": "gradients",
-    "intra_dp_cp": "gradients",
-    "expt_dp": "expert gradients",
-    "expt_dp_gtp_remat": "expert gradients",
-    "intra_expt_dp": "expert gradients",
-    "inter_dist_opt": "optimizer instances",
-    "ep": "experts",
-    "expt_tp": "experts",
-    "tp_ep": "experts",
-    "dp_cp_ag": "all-gather",
-    "expt_dp_ag": "expert all-gather",
-    "hybrid": "hybrid context",
-}
 
 
 @dataclass(frozen=True)
@@ -138,7 +116,7 @@ def _nccl_cannot_suspend() -> str:
 _NCCL = Backend(
     "nccl",
     _nccl_options,
-    lanes=_NCCL_LANES,
+    lanes=NCCL_LANES,
     split="on a bound WORLD",
     holds_memory=True,
     cannot_suspend=_nccl_cannot_suspend,
@@ -148,7 +126,7 @@ _NCCL = Backend(
 _TORCHCOMMS = Backend(
     "torchcomms",
     _hints,
-    lanes=_NCCL_LANES,
+    lanes=NCCL_LANES,
     split="always",
     cannot_suspend=lambda: "torchcomms has no call that suspends a communicator",
 )

@@ -1,4 +1,7 @@
-"""List the communicators that a rank needs, and the fields that share them. Creates nothing."""
+"""List the communicators that a rank needs, and the fields that share them. Creates nothing.
+
+Needs no torch, so that a plan of a large job takes no second.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from datetime import timedelta
 from functools import cached_property
 from typing import TypeAlias, cast
 
-from megapg.communicators.backends import backend_for
 from megapg.communicators.options import CommunicatorOptions
 from megapg.layout import GroupName, ParallelLayout
 
@@ -47,8 +49,10 @@ class Recipe:
 
     def backend_of(self, field: str) -> str:
         """Return the backend of a field: gloo for a companion, unless the backend has no peers."""
-        if field.startswith(COMPANION) and not backend_for(self.backend).alone:
-            return "gloo"
+        if field.startswith(COMPANION):
+            from megapg.communicators.backends import backend_for  # imports torch
+
+            return self.backend if backend_for(self.backend).alone else "gloo"
         return self.backend
 
     def lane(self, field: str) -> str:

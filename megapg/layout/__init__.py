@@ -20,9 +20,11 @@ import hashlib
 import json
 import math
 import operator
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import cast
 
 from megapg.errors import LayoutError, UnknownFieldError
@@ -128,14 +130,9 @@ class ParallelLayout(Sizes):
     def families(self) -> tuple[GroupName, ...]:
         """Every name that ``members`` and ``partition`` accept in this layout."""
         spanned = [f for f in _SPANS if f != "inter_dist_opt" or self.optimizer_instances > 1]
-        levels = range(len(self.hierarchical_cp))
-        sizes = self.hybrid_cp_sizes
-        return (
-            *spanned,
-            *_DERIVED,
-            *(cast("GroupName", f"hcp.{level}") for level in levels),
-            *(cast("GroupName", f"hybrid.{size}") for size in sizes),
-        )
+        levels = (f"hcp.{level}" for level in range(len(self.hierarchical_cp)))
+        hybrids = (f"hybrid.{size}" for size in self.hybrid_cp_sizes)
+        return cast("tuple[GroupName, ...]", (*spanned, *_DERIVED, *levels, *hybrids))
 
     @property
     def hybrid_cp_sizes(self) -> tuple[int, ...]:
@@ -169,6 +166,40 @@ class ParallelLayout(Sizes):
         self._known(field)
         return self._groups(field)
 
+    def first_ranks(self, field: GroupName) -> Sequence[int]:
+        """Return the first rank of every group of ``field``, in the order of ``partition``.
+
+        Costs O(number of groups) for most fields, and less if these ranks are a range.
+
+        Raises:
+            UnknownFieldError: see ``members``.
+        """
+        field = self._alike(self._known(field))
+        if field not in _SPANS:
+            return [group[0] for group in self._groups(field)]
+        grid, spanned = _SPANS[field]
+        origins = (self._dense if grid == _DENSE else self._expert).origins(spanned)
+        ranks = self.ranks
+        return origins if ranks == range(self.world_size) else [ranks[at] for at in origins]
+
+    def group_number(self, field: GroupName, rank: int) -> int | None:
+        """Return the place of the rank's group in ``partition(field)``, from 0.
+
+        Costs no more in a large layout, for most fields. None if the rank is in no group.
+
+        Raises:
+            UnknownFieldError: see ``members``.
+            LayoutError: ``rank`` is not in the layout.
+        """
+        at = self._position(rank)
+        alike = self._alike(self._known(field))
+        if alike in _SPANS:
+            if alike == "pp" and not self._positions(field, at):
+                return None
+            grid, spanned = _SPANS[alike]
+            return (self._dense if grid == _DENSE else self._expert).number(at, spanned)
+        return next((n for n, each in enumerate(self._groups(field)) if rank in each), None)
+
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of ``rank`` in both grids.
 
@@ -190,6 +221,19 @@ class ParallelLayout(Sizes):
             expt_gtp_remat=expert.coordinate("gtp", at),
         )
 
+    def is_regular(self, field: GroupName) -> bool:
+        """True if every group of ``field`` is another one moved along the ranks of the layout."""
+        return self._alike(self._known(field)) in _SPANS
+
+    @cached_property
+    def block_sizes(self) -> tuple[int, ...]:
+        """The strides of the axes of both grids, ascending, and the world size.
+
+        If each one divides the next, the groups repeat from block to block.
+        """
+        strides = (g.stride(axis) for g in (self._dense, self._expert) for axis in g.axes)
+        return tuple(sorted({self.world_size, *strides}))
+
     def describe(self) -> dict[str, str]:
         """Return every setting as text. The texts are equal exactly if the layouts are."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -201,11 +245,50 @@ class ParallelLayout(Sizes):
         """Return a digest of the layout, equal on every rank and process: 64 hex digits."""
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()
 
+    # -- pictures ----------------------------------------------------------------------------
+
+    def draw(
+        self,
+        file: str | os.PathLike[str],
+        *,
+        cluster: str = "H100-8",
+        fields: Sequence[GroupName] = (),
+        rank: int | None = None,
+    ) -> None:
+        """Draw the grid of nodes by local ranks into an SVG file, coloured by group.
+
+        Args:
+            file: the file, such as ``"plan.svg"``.
+            cluster: the machines, as in ``megapg plan --cluster``.
+            fields: the fields to draw. Default: tp, cp, pp, dp and ep, if larger than 1.
+            rank: light up the groups of this rank.
+
+        Raises:
+            PlanError: there is no such cluster, or the rank is not in the layout.
+            UnknownFieldError: see ``members``.
+        """
+        from megapg.plan import draw_svg  # a floor above, and needed only here
+
+        text = draw_svg(self, cluster, fields=fields, rank=rank)
+        Path(file).write_text(text, encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """Return the picture of ``draw``, for notebooks."""
+        from megapg.plan import draw_svg  # as above
+
+        return f'<div style="overflow-x: auto">{draw_svg(self)}</div>'
+
     # -- how the groups come about -----------------------------------------------------------
 
     @cached_property
     def _everyone(self) -> tuple[int, ...]:
         return tuple(self.ranks)
+
+    def _alike(self, field: GroupName) -> GroupName:
+        """Return a field of a grid whose groups start at the same ranks as those of ``field``."""
+        if field in ("embd", "pos_embd") and self._chooser(field) in DEFAULT_CHOICES:
+            return "pp"
+        return "dp_cp" if field == "intra_dp_cp" and self.optimizer_instances == 1 else field
 
     def _positions(self, field: GroupName, at: int) -> Sequence[int]:
         if field in _SPANS:
@@ -214,9 +297,8 @@ class ParallelLayout(Sizes):
         if field in ("embd", "pos_embd"):
             return self._embedding(field, at)
         if field == "intra_dp_cp":
-            instances = self.optimizer_instances
-            slices = (self.dp * self.cp // instances, instances)
-            return _level(self._positions("dp_cp", at), at, slices, 0)
+            whole, instances = self._positions("dp_cp", at), self.optimizer_instances
+            return _level(whole, at, (len(whole) // instances, instances), 0)
         if field.startswith("hybrid."):
             size, whole = int(field[7:]), self._positions("dp_cp", at)
             first = whole.index(at) // size * size

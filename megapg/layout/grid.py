@@ -50,6 +50,15 @@ class Grid:
                 found[slots] = range(start, start + stride * size, stride)
         return found
 
+    def number(self, position: int, spanned: Sequence[str]) -> int:
+        """Return the place of a position's group among the groups over ``spanned``."""
+        place, groups = 0, 1
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            if axis not in spanned:
+                place += self.coordinate(axis, position) * groups
+                groups *= size
+        return place
+
     def _runs(self, spanned: Sequence[str]) -> list[tuple[int, int]]:
         """Return (stride, size) of the spanned axes, with neighbouring axes merged.
 

@@ -38,7 +38,14 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["megapg", "megapg.migrate", "megapg.upstream.mapping", "megapg.layout", "megapg.errors"],
+    [
+        "megapg",
+        "megapg.migrate",
+        "megapg.upstream.mapping",
+        "megapg.layout",
+        "megapg.errors",
+        "megapg.plan",
+    ],
 )
 def test_importing_needs_neither_torch_nor_megatron(module: str) -> None:
     trace = python("-X", "importtime", "-c", f"import {module}; dir({module})").stderr

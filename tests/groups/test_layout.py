@@ -590,3 +590,24 @@ def test_hybrid_groups_are_neighbours_in_data_and_context_parallelism():
     ):
         ParallelLayout(world_size=6, tp=2, hybrid_cp=True)
     assert layout.fingerprint() != ParallelLayout(world_size=24, tp=2, cp=2).fingerprint()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(world_size=64, tp=2, pp=4, ep=4),
+        ParallelLayout(world_size=48, tp=2, pp=2, order="tp-dp-cp-ep-pp", ranks=range(47, -1, -1)),
+        ParallelLayout(world_size=32, cp=4, tp=2, optimizer_instances=2, hybrid_cp=True),
+        ParallelLayout(world_size=16, tp=2, pp=4, embedding_ranks=lambda pipeline: pipeline[1:]),
+    ],
+    ids=repr,
+)
+def test_the_number_of_a_group_is_its_place_in_the_partition(layout):
+    for field in layout.families:
+        groups = [*layout.partition(field)]
+        assert [*layout.first_ranks(field)] == [group[0] for group in groups]
+        for rank in layout.ranks:
+            number = layout.group_number(field, rank)
+            assert layout.members(field, rank) == (() if number is None else groups[number])
+        if layout.is_regular(field):
+            assert len({tuple(r - group[0] for r in group) for group in groups}) == 1

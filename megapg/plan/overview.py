@@ -1,0 +1,132 @@
+"""A plan: all that is known of a layout on a cluster before there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import megapg
+from megapg.communicators.plan import Communicator
+from megapg.errors import PlanError
+from megapg.layout import GroupName, ParallelLayout
+from megapg.plan.cluster import Cluster, load_cluster
+from megapg.plan.findings import Finding, find
+from megapg.plan.nccl import MEASURED, Stages, of_rank, of_stages
+from megapg.plan.picture import NODES, Picture, draw_picture
+from megapg.plan.spans import Span, runs_of, span_of
+from megapg.plan.svg import to_svg
+
+DEFAULT_CLUSTER = "H100-8"
+_SIZES = ("tp", "cp", "pp", "dp", "ep", "expt_tp", "expt_dp", "gtp_remat", "expt_gtp_remat")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A layout on a cluster.
+
+    Attributes:
+        layout: the layout.
+        cluster: the machines.
+        rank: the rank whose groups and communicators are shown.
+        spans: the groups of each field that a session makes.
+        communicators: of the rank, as ``megapg.session(backend="nccl")`` makes them.
+        stages: the number of communicators by pipeline stage.
+        findings: problems, each with a cure.
+    """
+
+    layout: ParallelLayout
+    cluster: Cluster
+    rank: int
+    spans: tuple[Span, ...]
+    communicators: tuple[Communicator, ...]
+    stages: tuple[Stages, ...]
+    findings: tuple[Finding, ...]
+
+    def picture(
+        self, fields: Sequence[GroupName] = (), rank: int | None = None, nodes: int = NODES
+    ) -> Picture:
+        """Return the grid of ranks. See :func:`megapg.plan.picture.draw_picture`."""
+        return draw_picture(self.layout, self.cluster, fields=fields, rank=rank, nodes=nodes)
+
+    def as_json(self, picture: Picture | None = None) -> dict[str, Any]:
+        """Return plain data with this grid, as described by ``schema.json`` in this package."""
+        cluster, sizes = self.cluster, self.layout
+        picture = picture or self.picture()
+        return {
+            "schema_version": 1,
+            "megapg": megapg.__version__,
+            "layout": {
+                "world_size": sizes.world_size,
+                **{name: getattr(sizes, name) for name in _SIZES},
+                "vpp": sizes.vpp,
+                "order": sizes.order,
+            },
+            "cluster": {
+                "name": cluster.name,
+                "nodes": cluster.nodes or picture.nodes,
+                **{name: asdict(each) for name, each in cluster.quantities.items()},
+            },
+            "rank": self.rank,
+            "fields": [
+                asdict(each) | {"ranks": {"count": len(each.ranks), "runs": runs_of(each.ranks)}}
+                for each in self.spans
+            ],
+            "communicators": {
+                "of_rank": [
+                    {"fields": each.fields, "size": len(each.ranks)} for each in self.communicators
+                ],
+                "by_stage": [asdict(each) | {"memory": each.memory} for each in self.stages],
+                "measured": [asdict(each) for each in MEASURED],
+            },
+            "grid": picture.as_json(),
+            "findings": [asdict(each) for each in self.findings],
+        }
+
+
+def make_plan(
+    layout: ParallelLayout, cluster: Cluster | str = DEFAULT_CLUSTER, *, rank: int | None = None
+) -> Plan:
+    """Return the plan of a layout. Needs no GPU and no torch.
+
+    Args:
+        layout: the layout.
+        cluster: a cluster, or its name or file as in ``megapg plan --cluster``.
+        rank: the rank whose groups are shown. Default: the lowest.
+
+    Raises:
+        PlanError: the cluster does not exist or has too few GPUs, or the rank is not in the layout.
+    """
+    if isinstance(cluster, str):
+        cluster = load_cluster(cluster)
+    needed = max(layout.ranks) // cluster.node_size + 1
+    if cluster.nodes is not None and cluster.nodes < needed:
+        raise PlanError(
+            f"{cluster.nodes} nodes of {cluster.name} have {cluster.nodes * cluster.node_size} "
+            f"GPUs, but the layout has {layout.world_size} ranks. Use {needed}x{cluster.name}."
+        )
+    rank = min(layout.ranks) if rank is None else rank
+    if rank not in layout.ranks:
+        raise PlanError(f"rank {rank} is not in the layout, which has {layout.world_size} ranks.")
+    made = of_rank(layout, rank)
+    fields = [field for field in layout.families if field not in ("dp_cp_ag", "expt_dp_ag")]
+    return Plan(
+        layout,
+        cluster,
+        rank,
+        tuple(span_of(layout, cluster, field, rank) for field in fields),
+        tuple(made),
+        tuple(of_stages(layout, rank)),
+        tuple(find(layout, cluster)),
+    )
+
+
+def draw_svg(
+    layout: ParallelLayout,
+    cluster: str = DEFAULT_CLUSTER,
+    *,
+    fields: Sequence[GroupName] = (),
+    rank: int | None = None,
+) -> str:
+    """Return the grid of a layout as SVG. See :meth:`megapg.ParallelLayout.draw`."""
+    return to_svg(draw_picture(layout, load_cluster(cluster), fields=fields, rank=rank))
