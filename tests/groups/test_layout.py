@@ -600,7 +600,6 @@ def test_hybrid_groups_are_neighbours_in_data_and_context_parallelism():
         ParallelLayout(world_size=32, cp=4, tp=2, optimizer_instances=2, hybrid_cp=True),
         ParallelLayout(world_size=16, tp=2, pp=4, embedding_ranks=lambda pipeline: pipeline[1:]),
     ],
-    ids=repr,
 )
 def test_the_number_of_a_group_is_its_place_in_the_partition(layout):
     for field in layout.families:

@@ -36,7 +36,7 @@ LAYOUTS = [
 # --- groups and communicators ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["H100-8", "GB200-NVL72"])
 def test_the_reach_of_groups_is_that_of_every_group(layout, name):
     cluster = load_cluster(name)
@@ -52,7 +52,7 @@ def test_the_reach_of_groups_is_that_of_every_group(layout, name):
         assert (span.link == "network") == (span.nodes[1] > 1 and span.domains[1] > 1)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_communicators_are_those_of_a_session_on_nccl(layout):
     settings = Recipe("nccl", BACKENDS["nccl"].lanes, {}, frozenset(), all_gather_groups=False)
     plans = [make_plan(layout, rank=rank) for rank in layout.ranks]
