@@ -16,9 +16,9 @@ def llama_names(
     hidden: int,
     heads: int,
     query_groups: int,
-    head_dim: int,
     intermediate: int,
     vocabulary: int,
+    head_dim: int | None = None,
 ) -> Names:
     """Return ``names`` of :class:`megapg.Refit` for a target like Hugging Face's Llama.
 
@@ -31,10 +31,12 @@ def llama_names(
         hidden: ``hidden_size``.
         heads: ``num_attention_heads``.
         query_groups: ``num_key_value_heads``.
-        head_dim: ``head_dim``, by default ``hidden_size // num_attention_heads``.
         intermediate: ``intermediate_size``.
         vocabulary: ``vocab_size``, without padding.
+        head_dim: ``head_dim``. Default: ``hidden_size // num_attention_heads``, as for Qwen2, whose
+            ``config.json`` has no ``head_dim``.
     """
+    head_dim = head_dim or hidden // heads
     embedding = (vocabulary, hidden)
     names: dict[str, str | list[Part]] = {
         "model.embed_tokens.weight": [

@@ -241,6 +241,10 @@ NAMES = partial(
 )
 
 
+def test_the_default_of_head_dim():
+    assert NAMES(head_dim=None) == NAMES(head_dim=HIDDEN // HEADS)
+
+
 def hugging_face(model):
     """Return the weights of a one-rank model as Hugging Face's Llama has them."""
     state = dict(model.named_parameters())
