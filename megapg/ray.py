@@ -120,7 +120,7 @@ def _ask(
         try:
             answers.append(ray.get(call))
         except ray.exceptions.RayTaskError as error:
-            problems[index] = f"has no device: {error.cause}"
+            problems[index] = f"failed: {error.cause}"
         except ray.exceptions.RayError as error:  # it is dead, or can't be scheduled
             problems[index] = f"can't run ({str(error).strip().splitlines()[-1]})"
     if problems:

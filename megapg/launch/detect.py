@@ -46,9 +46,13 @@ def detect(
             the job or on its host, and its rank or the address is unknown.
     """
     variables = Variables(environment)
+    by_hand = ByHand(variables)
+    if (ray_actor := actor()) is not None:  # the variables of a launcher are those of its node
+        if not by_hand:
+            ray_actor.refuse_alone()
+        return by_hand.launch(ray_actor)
     found = (launcher.detect(variables) for launcher in _LAUNCHERS)
     launcher = next((each for each in found if each is not None), None)
-    by_hand = ByHand(variables)
     if launcher is not None:
         if by_hand.divides(launcher):
             return by_hand.launch()
@@ -56,10 +60,6 @@ def detect(
         if isinstance(launcher, Slurm):  # the outermost launcher: another may run inside it
             refuse_within(variables, launcher)
         return launcher.launch(Place(by_hand.address, by_hand.port, address_of))
-    if (ray_actor := actor()) is not None:
-        if not by_hand:
-            ray_actor.refuse_alone()
-        return by_hand.launch(ray_actor)
     if by_hand:
         return by_hand.launch()
     refuse_unknown(variables)

@@ -40,7 +40,7 @@ class RayActor:
         return cls(context.get_node_id(), address, tuple(map(str, gpus)))
 
     def device(self, variables: Variables) -> int | None:
-        """Return the index of its GPU, as torch counts them; None if Ray does not say.
+        """Return the index of its first GPU, as torch counts them; None if Ray gave it none.
 
         Ray usually shows an actor only its own GPUs. With ``RAY_EXPERIMENTAL_NOSET_*`` the actor
         sees all GPUs of the node, or those that the framework chose.
@@ -48,7 +48,7 @@ class RayActor:
         Raises:
             LaunchError: the actor can't see the GPU that Ray gave it.
         """
-        if len(self.gpus) != 1:
+        if not self.gpus:
             return None
         visible = [name.strip() for name in variables.plain(_VISIBLE).split(",") if name.strip()]
         if not visible and self.gpus[0].isdecimal():

@@ -18,6 +18,7 @@ from ports import free_port
 import megapg
 from megapg.errors import LaunchError, RendezvousError, SessionError
 from megapg.launch import Launch, detect, nodes
+from megapg.launch.ray_actor import RayActor
 from megapg.testing import run_distributed
 
 
@@ -593,3 +594,21 @@ def test_what_nccl_says_of_accelerators_is_passed_on(monkeypatch):
     monkeypatch.setattr(dist, "barrier", barrier)
     with pytest.raises(RendezvousError, match=r"rank 0 and rank 1 both .* one rank per GPU, or"):
         world._meet_on(torch.device("cuda", 0), 60)
+
+
+# -- actors of Ray ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "index"),
+    [(("2",), "2", 0), (("2", "3"), "2,3", 0), (("3",), "1,3", 1), (("3",), "", 3)],
+)
+def test_an_actor_on_a_node_that_srun_started(gpus, visible, index):
+    """The variables of SLURM are those of Ray's node, not of the actor."""
+    node = recorded.SRUN[3] | {"CUDA_VISIBLE_DEVICES": visible, "LOCAL_RANK": "5"}
+    see = partial(detect, actor=lambda: RayActor("node", "192.0.2.7", gpus))
+    with pytest.raises(LaunchError, match=r"a Ray actor on 192.0.2.7, and no variable says"):
+        see(without(node, "LOCAL_RANK"))
+    launch = see(node | by_hand(1, 2))
+    assert (launch.rank, launch.world_size, launch.address) == (1, 2, "host")
+    assert launch.local_rank == index
