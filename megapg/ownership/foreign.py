@@ -6,6 +6,7 @@ creates the group in torch under a given name, over a store at a given address.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Collection
 
@@ -46,7 +47,9 @@ def admit(terms: Terms, meeting: Meeting) -> tuple[str, Store]:
     Raises:
         RendezvousError: a foreign rank did not come in time.
     """
-    name = f"{terms.name}-{meeting.generation}"
+    if meeting.leads:  # another name for each attempt: the keys of a failed one may still exist
+        meeting.store.set("attempt", secrets.token_hex(4))
+    name = f"{terms.name}-{meeting.generation}-{meeting.store.get('attempt').decode()}"
     for side, invite in terms.foreign.items() if meeting.leads else ():
         first = meeting.sides.ranks(side)[0]
         invite(Invitation(*terms.address, first, meeting.sides.total, name, terms.backend))

@@ -28,7 +28,7 @@ class Invitation:
         master_port: the port of the store.
         rank_offset: the rank of the first member of the side in the group.
         world_size: the number of ranks of the group, with all sides.
-        group_name: the name of the group. Each generation has another one.
+        group_name: the name of the group. Each generation and each attempt has another one.
         backend: the backend of the group.
     """
 
@@ -152,7 +152,8 @@ def confirm(terms: Terms, meeting: Meeting) -> None:
         RendezvousError: another rank failed, or did not confirm in time.
     """
     meeting.coordinator.confirm(None, timeout=terms.timeout)
-    terms.keys.set("generation", str(meeting.generation))
+    if int(terms.keys.peek("generation") or 0) < meeting.generation:  # else this rank is late
+        terms.keys.set("generation", str(meeting.generation))
     if meeting.leads:
         for key in terms.keys.list_keys():
             first = key.partition("/")[0]
