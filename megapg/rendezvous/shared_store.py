@@ -23,8 +23,8 @@ _HOSTED_BY = "megapg hosted by"
 class SharedStore:
     """A store that this process hosts, on a free port, for the ranks of several jobs.
 
-    Pass its ``address`` to the other processes. Use it as a context manager, or call :meth:`close`
-    once no group uses it any more.
+    Pass its ``address`` to the other processes, and keep the object: the store ends with it. Use it
+    as a context manager, or call :meth:`close` once no group uses it any more.
 
     Args:
         host: the name or address under which the other processes reach this one. Default: the
