@@ -6,7 +6,6 @@ of Megatron-core. In a trainer they have different layouts.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,8 @@ from megapg.demo.job import GPTRun
 from megapg.megatron import published
 from megapg.ownership.rebind import Rebound
 from megapg.ownership.session import Session
-from megapg.rng import capture_rng_state, restore_rng_state, seed_all
+from megapg.rng import seed_all
+from megapg.turns import Turn
 
 PROMPT = 8  # bytes of a sample that come from the text; the actor writes the others
 
@@ -42,18 +42,16 @@ Microbatch: TypeAlias = Mapping[str, torch.Tensor]
 class Network:
     """A model of the trainer on its session's groups, with optimizer, schedule and random streams.
 
-    Models in one process share Megatron-core's random streams. But ranks that draw the same numbers
-    in one layout draw different ones in another. So each model has separate streams.
+    ``with network.turn as pg`` is a context in which Megatron-core uses these groups and streams.
     """
 
     def __init__(self, run: GPTRun, session: Session, forward_step: Callable[..., object]) -> None:
-        self._run, self.session = run, session
-        pg = session.groups
-        seed_all(run.seed, pg)
-        self.chunks = build_chunks(run, pg, pg.pp)
-        self.optimizer = build_optimizer(run, self.chunks, pg)
-        self.schedule = schedule(run, self.chunks, pg, forward_step)
-        self._streams = capture_rng_state(pg)
+        self._run, self.session, self.turn = run, session, Turn(session)
+        with self.turn as pg:
+            seed_all(run.seed, pg)
+            self.chunks = build_chunks(run, pg, pg.pp)
+            self.optimizer = build_optimizer(run, self.chunks, pg)
+            self.schedule = schedule(run, self.chunks, pg, forward_step)
         session.on_resume(lambda groups: self.rebind())
 
     def rebind(self, of: Session | None = None) -> Rebound:
@@ -73,23 +71,15 @@ class Network:
         The model stays. All ranks build the optimizer, since its constructor is a collective.
         """
         lost, self.session = self.session, session
+        self.turn.session = session
         session.on_resume(lambda groups: self.rebind())
         rebound = self.rebind(of=lost)
         self.optimizer = build_optimizer(self._run, self.chunks, session.groups)
         return rebound
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[ProcessGroupCollection]:
-        """Context in which Megatron-core sees this model's groups and random streams."""
-        pg = self.session.groups
-        restore_rng_state(self._streams, pg)
-        with published(pg):
-            yield pg
-        self._streams = capture_rng_state(pg)
-
     def learn(self, batch: Sequence[Microbatch]) -> float:
         """Take an optimizer step. Return the mean loss, on every rank."""
-        with self.turn() as pg:
+        with self.turn as pg:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -177,7 +167,7 @@ def microbatches(run: GPTRun, samples: Sequence[Sample]) -> list[Microbatch]:
 
 def with_advantages(critic: Network, batch: Sequence[Microbatch]) -> list[Microbatch]:
     """Return the batch with the critic's error on each byte as its advantage, on every rank."""
-    with critic.turn() as pg:
+    with critic.turn as pg:
         critic.chunks[0].eval()
         values = critic.schedule(
             data_iterator=iter(batch), forward_step_func=estimate, forward_only=True

@@ -136,7 +136,7 @@ class Trainer(_Worker):
             ]
         if step:
             for network in self._networks:
-                with network.turn() as pg:
+                with network.turn as pg:
                     megapg.load_checkpoint(
                         **network.in_checkpoint(self._directory, pg), iteration=step
                     )
@@ -166,7 +166,7 @@ class Trainer(_Worker):
     def save(self, step: int) -> None:
         """Save a checkpoint of both models."""
         for network in self._networks:
-            with network.turn() as pg:
+            with network.turn as pg:
                 megapg.save_checkpoint(**network.in_checkpoint(self._directory, pg), iteration=step)
 
     def leave(self) -> str:

@@ -43,7 +43,7 @@ from megapg.ownership.joint_meeting import (
     prefix_of,
     title_of,
 )
-from megapg.ownership.sides import LastHosts, Sides
+from megapg.ownership.sides import Sides
 from megapg.ownership.validate import check_waits
 from megapg.rendezvous.problems import culprits, told
 from megapg.rendezvous.shared_store import SharedStore, connected
@@ -249,13 +249,10 @@ class JointGroup:
         number = self._sides.member(self._rank)[1] if rank is None else rank
         known = sides.hosts(hosts) if hosts is not None else ()
         if hosts is None and sizes in (None, self.sizes) and self._open.meeting is not None:
-            known = LastHosts(self._open.meeting.coordinator, self.size)
+            last = self._open.meeting.coordinator.hosts()
+            known = [last.get(each, "") for each in range(self.size)]
         meeting = meet(self._terms, sides, sides.rank(self.side, number), known)
         self._state, self._since = LeaseState.FAILED, f"{_now()} in renew()"
-        with contextlib.suppress(TimeoutError):  # work with a rank that died
-            offload.synchronize(self._terms.timeout)
-        # All remaining members are in the meeting, so none of them uses the old group.
-        self._open.end(None, alone=True)
         self._create(meeting)
 
     def describe(self) -> dict[str, str | int | float | dict[str, int]]:
@@ -283,21 +280,26 @@ class JointGroup:
     # -- opening -----------------------------------------------------------------------------
 
     def _create(self, meeting: Meeting) -> None:
-        """Create the group with the ranks of a meeting."""
+        """Create the group with the ranks of a meeting. End that of the last generation before."""
         terms, opened = self._terms, _Open(self._terms)
-        with terms.store.until(time.monotonic() + terms.timeout, terms.title):
-            try:
+        try:
+            if self._open.group is not None:
+                with contextlib.suppress(TimeoutError):  # work with a rank that died
+                    offload.synchronize(terms.timeout)
+            # All remaining members are in the meeting, so none of them uses the old group.
+            self._open.end(None, alone=True)
+            with terms.store.until(time.monotonic() + terms.timeout, terms.title):
                 opened.group = _made(terms, meeting)
                 confirm(terms, meeting)
-            except BaseException as error:
-                opened.destroy(abort=True)
-                wait = min(terms.timeout, _NEWS_WAIT)
-                problems = meeting.coordinator.give_up(error, timeout=wait)
-                problems.pop(meeting.rank, None)
-                if isinstance(error, Exception) and problems:
-                    news = told(problems, meeting.sides)
-                    error.add_note(f"{terms.title}, the other ranks: {news}.")
-                raise
+        except BaseException as error:
+            opened.destroy(abort=True)
+            wait = min(terms.timeout, _NEWS_WAIT)
+            problems = meeting.coordinator.give_up(error, timeout=wait)
+            problems.pop(meeting.rank, None)
+            if isinstance(error, Exception) and problems:
+                news = told(problems, meeting.sides)
+                error.add_note(f"{terms.title}, the other ranks: {news}.")
+            raise
         self._open.group, self._open.meeting = opened.group, meeting
         self._sides, self._rank = meeting.sides, meeting.rank
         self.generation = meeting.generation
@@ -321,9 +323,6 @@ class JointGroup:
                 the group. The group here was aborted all the same.
             TeardownError: torch could not destroy the group.
         """
-        self._close(error)
-
-    def _close(self, error: BaseException | None) -> None:
         if self._state is LeaseState.CLOSED:
             return
         self._state, self._since = LeaseState.CLOSED, _now()
@@ -355,12 +354,12 @@ class JointGroup:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
-            self.close()
-            return
         try:
-            self._close(error)
-        except Exception as trouble:  # the error of the body matters more
+            self.close(error)
+        except Exception as trouble:
+            if error is None:
+                raise
+            # the error of the body matters more
             error.add_note(f"closing {self._terms.title} failed as well: {trouble!r}")
 
 

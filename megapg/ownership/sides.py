@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
 
 from typing_extensions import override
 
 from megapg.errors import LayoutError
-from megapg.rendezvous.coordinator import Coordinator
-from megapg.rendezvous.problems import RankNames
+from megapg.rendezvous.problems import RankNames, first
 
 
 class Sides(RankNames):
@@ -27,12 +27,8 @@ class Sides(RankNames):
         """Return the ranks of a side in the group."""
         if side not in self.sizes:
             raise LayoutError(f"there is no side {side!r}; the sides are {', '.join(self.sizes)}.")
-        first = 0
-        for name, size in self.sizes.items():
-            if name == side:
-                break
-            first += size
-        return range(first, first + self.sizes[side])
+        begin = sum(self.sizes[each] for each in takewhile(side.__ne__, self.sizes))
+        return range(begin, begin + self.sizes[side])
 
     def rank(self, side: str, number: int) -> int:
         """Return the rank in the group."""
@@ -67,24 +63,8 @@ class Sides(RankNames):
 
     @override
     def several(self, ranks: Collection[int]) -> str:
-        names = [self.one(rank) for rank in ranks]
-        return ", ".join(names[:8]) + (" and more" if len(names) > 8 else "")
+        return first(map(self.one, ranks))
 
     @override
     def __str__(self) -> str:
         return ", ".join(f"{side} {size}" for side, size in self.sizes.items())
-
-
-class LastHosts(Sequence[str]):
-    """Rank -> host in the last generation. It is read from the store if a message needs it."""
-
-    def __init__(self, coordinator: Coordinator, size: int) -> None:
-        self._coordinator, self._size = coordinator, size
-
-    @override
-    def __len__(self) -> int:
-        return self._size
-
-    @override
-    def __getitem__(self, rank: int) -> str:  # type: ignore[override]  # no slices
-        return self._coordinator.host_of(rank)

@@ -104,11 +104,18 @@ class Refit:
                 _heard(rank, each)
                 for rank, each in enumerate(self._everyone(told, self._first_device()))
             ]
-        self._check(everyone)
+        _check(everyone)
+        given, taken = (
+            [Slices.from_json(each[side]).described for each in everyone]
+            for side in ("gives", "takes")
+        )
+        if not any(given) or not any(taken):
+            side, verb = ("takes", "take") if any(given) else ("gives", "give")
+            raise RefitError(f"no rank of the group has {side}=; some must {verb} weights.")
         self._device = self._buffers_on(everyone)
         moves = plan_moves(
-            [Slices.from_json(each["gives"]).described for each in everyone],
-            [Slices.from_json(each["takes"]).described for each in everyone],
+            given,
+            taken,
             [_names_from(each["names"]) for each in everyone],
             [each["host"] for each in everyone],
         )
@@ -245,18 +252,6 @@ class Refit:
             }
         )
 
-    def _check(self, everyone: Sequence[dict[str, Any]]) -> None:
-        _raise_first([each["problem"] for each in everyone])
-        for rank, each in enumerate(everyone):
-            if each["bucket_bytes"] != everyone[0]["bucket_bytes"]:
-                raise RefitError(
-                    f"bucket_bytes is {everyone[0]['bucket_bytes']} on rank 0 of the group and "
-                    f"{each['bucket_bytes']} on rank {rank}. Give all ranks the same."
-                )
-        for side, verb in (("gives", "give weights"), ("takes", "take weights")):
-            if not any(Slices.from_json(each[side]).described for each in everyone):
-                raise RefitError(f"no rank of the group has {side}=; some must {verb}.")
-
     def _first_device(self) -> torch.device:
         return self._device_of("cpu" if "cpu" in self._kinds else self._kinds[0])
 
@@ -308,7 +303,7 @@ class Refit:
         texts = [torch.empty_like(mine) for _ in range(self._size)]
         dist.all_gather(texts, mine, group=self._group)
         return [
-            bytes(each[:length].cpu().tolist()).decode(errors="replace")
+            each[:length].cpu().numpy().tobytes().decode(errors="replace")
             for each, length in zip(texts, lengths, strict=True)
         ]
 
@@ -348,6 +343,16 @@ class _Buffer:
         self._taken += sum(map(padded, message))
         self.used = max(self.used, self._taken)
         return self._memory[begin : begin + sum(move.nbytes for move in message)]
+
+
+def _check(everyone: Sequence[dict[str, Any]]) -> None:
+    _raise_first([each["problem"] for each in everyone])
+    for rank, each in enumerate(everyone):
+        if each["bucket_bytes"] != everyone[0]["bucket_bytes"]:
+            raise RefitError(
+                f"bucket_bytes is {everyone[0]['bucket_bytes']} on rank 0 of the group and "
+                f"{each['bucket_bytes']} on rank {rank}. Give all ranks the same."
+            )
 
 
 def _raise_first(problems: Sequence[str]) -> None:

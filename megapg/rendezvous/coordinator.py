@@ -81,9 +81,12 @@ class Coordinator(Rendezvous):
         hellos = self._hellos.of_all(self._ranks).items()
         return [rank for rank, hello in hellos if hello is None or hello.state == "declined"]
 
-    def host_of(self, rank: int) -> str:
-        """Return the host of a rank that has met this one; empty if the store is gone."""
-        return self._hellos.where(rank).removeprefix(" on ")
+    def hosts(self) -> dict[int, str]:
+        """Return rank -> its host, for ranks that have come; empty if the store is gone."""
+        with contextlib.suppress(StoreError):
+            hellos = self._hellos.of_all(self._ranks)
+            return {rank: hello.host for rank, hello in hellos.items() if hello is not None}
+        return {}
 
     def post(self, topic: str, text: str, *, within: float = SOON) -> None:
         """Post a text that is readable until the next exchange begins.

@@ -20,9 +20,8 @@ class RankNames:
         return f"rank {rank}"
 
     def several(self, ranks: Sequence[int]) -> str:
-        """Return the names of ranks: the first eight, and whether there are more."""
-        more = " and more" if len(ranks) > 8 else ""
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"
+        """Return the names of the first ranks, and whether there are more."""
+        return f"rank{'s' if len(ranks) > 1 else ''} {first(map(str, ranks))}"
 
 
 BY_NUMBER = RankNames()
@@ -34,6 +33,12 @@ def told(problems: Mapping[int, str], names: RankNames = BY_NUMBER) -> str:
         (text if rank == THE_STORE else f"{names.one(rank)}: {text}").rstrip(".: ")
         for rank, text in sorted(problems.items())
     )
+
+
+def first(names: Iterable[str]) -> str:
+    """Join the first names, and say whether there are more."""
+    names = list(names)
+    return ", ".join(names[:LISTED]) + (" and more" if len(names) > LISTED else "")
 
 
 def listed(lines: Iterable[str]) -> str:

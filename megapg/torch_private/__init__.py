@@ -103,21 +103,7 @@ def new_group(wanted: NewGroup, rank: int, store: dist.Store) -> dist.ProcessGro
 
     Public: ``dist.new_group(use_local_synchronization=True)``, once the caller may name the group.
     """
-    made = c10d._new_process_group_helper(
-        len(wanted.ranks),
-        wanted.ranks.index(rank),
-        list(wanted.ranks),
-        dist.Backend(wanted.backend),
-        store,
-        as_name(wanted.name),
-        backend_options=wanted.options,
-        timeout=wanted.timeout,
-        group_desc=wanted.description,
-    )
-    group = cast("dist.ProcessGroup", made[0])
-    c10d._world.pg_group_ranks[group] = wanted.places
-    part_in_peace(group)
-    return group
+    return _create(wanted, wanted.ranks.index(rank), list(wanted.ranks), store)
 
 
 def new_group_apart(wanted: NewGroup, rank: int, store: dist.Store) -> dist.ProcessGroup:
@@ -135,17 +121,27 @@ def new_group_apart(wanted: NewGroup, rank: int, store: dist.Store) -> dist.Proc
     Public: none.
     """
     with _world_unbound():
-        made = c10d._new_process_group_helper(
-            len(wanted.ranks),
-            rank,
-            [],
-            dist.Backend(wanted.backend),
-            store,
-            as_name(wanted.name),
-            backend_options=wanted.options,
-            timeout=wanted.timeout,
-            group_desc=wanted.description,
-        )
+        return _create(wanted, rank, [], store)
+
+
+def _create(
+    wanted: NewGroup, place: int, global_ranks: list[int], store: dist.Store
+) -> dist.ProcessGroup:
+    """Create a group, in which this process has the rank ``place``.
+
+    Public: none.
+    """
+    made = c10d._new_process_group_helper(
+        len(wanted.ranks),
+        place,
+        global_ranks,
+        dist.Backend(wanted.backend),
+        store,
+        as_name(wanted.name),
+        backend_options=wanted.options,
+        timeout=wanted.timeout,
+        group_desc=wanted.description,
+    )
     group = cast("dist.ProcessGroup", made[0])
     c10d._world.pg_group_ranks[group] = wanted.places
     part_in_peace(group)

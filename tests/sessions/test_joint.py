@@ -242,7 +242,7 @@ def test_a_dropped_group_is_aborted(address):
     assert known() == 0
     with megapg.SharedStore("127.0.0.1") as store:
         lost = alone(store.address)
-    with pytest.raises(RendezvousError, match=r"process \d+ on .* is gone|is gone"):
+    with pytest.raises(RendezvousError, match=r"is gone"):
         lost.close()
     assert known() == 0
 
