@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -328,6 +329,28 @@ def renewed_in_vain(address):
 
 def test_a_group_outlives_an_agreement_that_failed(forge, address):
     assert forge.results(partial(renewed_in_vain, address), 4) == [((1, 10.0), 2, 10.0)] * 4
+
+
+def fails_to_end_the_last_group(address):
+    """Rank 1 can't end the group of the last generation, when all ranks have met for the next."""
+    with joint(address) as weights:
+        broken = RuntimeError("the device is lost")
+        fails = mock.patch("megapg.ownership.offload.synchronize", side_effect=broken)
+        started = time.monotonic()
+        with (
+            fails if weights.rank == 1 else contextlib.nullcontext(),
+            pytest.raises((RuntimeError, RendezvousError)) as caught,
+        ):
+            weights.renew()
+        assert time.monotonic() - started < 10.0  # half of the timeout
+        weights.renew()
+        return str(caught.value), total(weights.group)
+
+
+def test_an_error_in_renew_reaches_all_ranks(forge, address):
+    for said, after in forge.results(partial(fails_to_end_the_last_group, address), 4):
+        assert "the device is lost" in said
+        assert after == 10.0
 
 
 # ---- fifty kills ---------------------------------------------------------------------------------
