@@ -41,6 +41,8 @@ class Cluster:
         memory_gb: memory of a GPU, in 10^9 bytes.
         nvlink_gb_s: bandwidth of a GPU over NVLink in one direction, in 10^9 bytes a second.
         network_gb_s: the same over the network, for each GPU of a node.
+        bf16_tflops: dense bfloat16 arithmetic of a GPU, in 10^12 operations a second; None if the
+            file has no such number. Only suggestions need it.
         nodes: number of nodes; None if as many as the layout needs.
     """
 
@@ -50,6 +52,7 @@ class Cluster:
     memory_gb: Quantity
     nvlink_gb_s: Quantity
     network_gb_s: Quantity
+    bf16_tflops: Quantity | None = None
     nodes: int | None = None
 
     @property
@@ -65,10 +68,11 @@ class Cluster:
     @property
     def quantities(self) -> dict[str, Quantity]:
         """Every number with its source, by its key in the file."""
-        return {name: getattr(self, name) for name in NUMBERS}
+        return {name: each for name in NUMBERS if (each := getattr(self, name)) is not None}
 
 
 NUMBERS = tuple(each.name for each in fields(Cluster) if each.name not in ("name", "nodes"))
+_OPTIONAL = ("bf16_tflops",)
 _WHOLE = ("gpus_per_node", "nvlink_domain")
 
 
@@ -108,9 +112,9 @@ def _read(file: Path) -> Cluster:
         raise PlanError(f"{file}: {error}") from None
     if wrong := sorted(found.keys() - {*NUMBERS, "name", "nodes"}):
         raise PlanError(f"{file}: unknown keys {', '.join(wrong)}; the keys are {_all_keys()}.")
-    if missing := [name for name in NUMBERS if name not in found]:
+    if missing := [name for name in NUMBERS if name not in {*found, *_OPTIONAL}]:
         raise PlanError(f"{file}: {', '.join(missing)} missing; the keys are {_all_keys()}.")
-    numbers = {name: _quantity(file, name, found[name]) for name in NUMBERS}
+    numbers = {name: _quantity(file, name, found[name]) for name in NUMBERS if name in found}
     nodes = found.get("nodes")
     if nodes is not None and (not isinstance(nodes, int) or nodes < 1):
         raise PlanError(f"{file}: nodes={nodes!r}; the number of nodes is a whole number from 1.")
