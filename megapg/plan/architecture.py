@@ -13,6 +13,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import PlanError
+from megapg.plan.attention import FlashLikeAttention
 from megapg.plan.training import Job
 
 _ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
@@ -53,6 +54,8 @@ def build(
     layers = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, **place
     )
+    for layer in layers.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = FlashLikeAttention
     first, last = pg.rank("pp") == 0, pg.rank("pp") == pg.size("pp") - 1
     made = dict(numbers["model"])
     unit = 128 * pg.size("tp")

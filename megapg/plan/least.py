@@ -1,0 +1,141 @@
+"""The least that a layout can hold and send, in closed form. It rules out most layouts at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megapg.errors import PlanError
+from megapg.layout import GroupName, ParallelLayout
+from megapg.plan.training import Flow, Job, StageCost
+
+if TYPE_CHECKING:
+    from megapg.plan.models import Model
+
+# Bytes of a parameter in bfloat16, of its gradient in float32, and of the optimizer's state.
+_PARAMETER, _GRADIENT, _STATE = 2, 4, 12
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A whole model in numbers.
+
+    Attributes:
+        layers: number of layers.
+        moe_layers: number of those with experts.
+        hidden: size of a token between layers.
+        heads: what tensor parallelism has to divide.
+        experts: number of experts of a layer; 0 if there are none.
+        topk: number of experts of a token.
+        kept: numbers that the backward pass needs of a token, at least: inputs of matrix products.
+        weights: number of parameters without experts.
+        expert_weights: number of parameters of all experts.
+        active: number of parameters that a token is multiplied with.
+    """
+
+    layers: int
+    moe_layers: int
+    hidden: int
+    heads: int
+    experts: int
+    topk: int
+    kept: int
+    weights: int
+    expert_weights: int
+    active: int
+
+
+def look_at(model: Model, job: Job) -> Shape:
+    """Build the whole model without memory, and return its numbers."""
+    import torch
+
+    from megapg.testing import fake_collection, megatron_on_cpu
+
+    with megatron_on_cpu(), fake_collection(world_size=1) as pg, torch.device("meta"):
+        module = model.build(pg, job=job)
+    config = getattr(module, "config", None)
+    if config is None:
+        raise PlanError(f"--suggest with --model {job.model}: the model has no config of Megatron.")
+    sizes = {name: each.numel() for name, each in module.named_parameters()}
+    every = sum(sizes.values())
+    expert_weights = sum(size for name, size in sizes.items() if ".experts." in name)
+    tied = not any("output_layer" in name for name in sizes)
+    looked_up = sum(size for name, size in sizes.items() if "word_embeddings" in name)
+    layers, experts, topk = config.num_layers, config.num_moe_experts or 0, config.moe_router_topk
+    moe_layers = len({name.split(".experts.")[0] for name in sizes if ".experts." in name})
+    groups = config.num_query_groups or config.num_attention_heads
+    attention = 3 * config.hidden_size
+    attention += 2 * (config.num_attention_heads + groups) * config.kv_channels
+    inner = 2 + bool(config.gated_linear_unit)
+    dense = config.hidden_size + inner * config.ffn_hidden_size
+    expert = topk * (config.hidden_size + inner * (config.moe_ffn_hidden_size or 0))
+    return Shape(
+        layers=layers,
+        moe_layers=moe_layers,
+        hidden=config.hidden_size,
+        heads=math.gcd(config.num_attention_heads, groups),
+        experts=experts,
+        topk=topk,
+        kept=layers * attention + (layers - moe_layers) * dense + moe_layers * expert,
+        weights=every - expert_weights,
+        expert_weights=expert_weights,
+        active=every
+        - (0 if tied else looked_up)
+        - (expert_weights * (experts - topk) // experts if experts else 0),
+    )
+
+
+def least(layout: ParallelLayout, job: Job, shape: Shape) -> StageCost:
+    """Return the cost of an average stage, or less. Communicators are not counted."""
+    dense = shape.weights // (layout.tp * layout.pp)
+    experts = shape.expert_weights // (layout.expt_tp * layout.ep * layout.pp)
+    sharded = dense // (layout.dp * layout.cp) + experts // layout.expt_dp
+    weights = dense + experts
+    return StageCost(
+        stage=0,
+        rank=layout.ranks[0],
+        weights=weights,
+        parameters=_PARAMETER * weights,
+        gradients=_GRADIENT * weights,
+        optimizer=_STATE * (sharded if job.distributed_optimizer else weights),
+        activations=_kept(layout, job, shape),
+        communicators=(0, 0),
+        flows=tuple(_flows(layout, job, shape, dense, experts)),
+    )
+
+
+def _kept(layout: ParallelLayout, job: Job, shape: Shape) -> int:
+    """Return the bytes that the backward pass of the first stage keeps at a time, or less."""
+    whole = shape.layers * shape.hidden if job.recompute == "full" else shape.kept
+    pp, chunks = layout.pp, layout.vpp or 1
+    ahead = pp if chunks == 1 else 2 * (pp - 1) + (chunks - 1) * pp + 1
+    if shape.layers % (pp * chunks):
+        ahead = chunks  # other stages may have more layers
+    ahead = min(ahead, job.microbatches * chunks)
+    tokens = job.micro_batch_size * job.seq_length // layout.cp
+    return 2 * tokens * whole * ahead // (layout.tp * pp * chunks)
+
+
+def _flows(
+    layout: ParallelLayout, job: Job, shape: Shape, dense: int, experts: int
+) -> Iterator[Flow]:
+    """Yield traffic that a rank has on average over the stages, or less."""
+    chunks, forward = layout.pp * (layout.vpp or 1), 1 + (job.recompute == "full")
+    token = 2 * shape.hidden * job.micro_batch_size * job.seq_length // layout.cp
+    halves = 2 * shape.layers - shape.moe_layers  # attention or a dense MLP
+    routed = 2 * (forward + 1) * shape.moe_layers * shape.topk / layout.tp
+    sizes: dict[tuple[GroupName, str], float] = {
+        ("tp", "all_reduce"): halves * (forward + 1),
+        ("ep", "all_to_all"): routed,
+        ("expt_tp", "all_gather"): routed * layout.expt_tp,
+        ("pp", "send"): 2 * (chunks - 1) / layout.tp,
+    }
+    passes = token * job.microbatches / layout.pp
+    for (field, collective), size in sizes.items():
+        yield Flow(field, collective, 0, int(passes * size), 0)
+    held: dict[GroupName, int] = {"dp_cp": dense, "expt_dp": experts}
+    for field, count in held.items():
+        yield Flow(field, "reduce_scatter", 0, _GRADIENT * count, 0)
+        yield Flow(field, "all_gather", 0, _PARAMETER * count, 0)
