@@ -14,9 +14,6 @@ from megapg.plan.training import Flow, Job, StageCost
 if TYPE_CHECKING:
     from megapg.plan.models import Model
 
-# Bytes of a parameter in bfloat16, of its gradient in float32, and of the optimizer's state.
-_PARAMETER, _GRADIENT, _STATE = 2, 4, 12
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -33,6 +30,7 @@ class Shape:
         weights: number of parameters without experts.
         expert_weights: number of parameters of all experts.
         active: number of parameters that a token is multiplied with.
+        bytes: bytes of a parameter, of its gradient, and of the optimizer's state.
     """
 
     layers: int
@@ -45,6 +43,7 @@ class Shape:
     weights: int
     expert_weights: int
     active: int
+    bytes: tuple[int, int, int]
 
 
 def look_at(model: Model, job: Job) -> Shape:
@@ -61,6 +60,7 @@ def look_at(model: Model, job: Job) -> Shape:
     sizes = {name: each.numel() for name, each in module.named_parameters()}
     every = sum(sizes.values())
     expert_weights = sum(size for name, size in sizes.items() if ".experts." in name)
+    size = next(module.parameters()).itemsize
     tied = not any("output_layer" in name for name in sizes)
     looked_up = sum(size for name, size in sizes.items() if "word_embeddings" in name)
     layers, experts, topk = config.num_layers, config.num_moe_experts or 0, config.moe_router_topk
@@ -84,6 +84,7 @@ def look_at(model: Model, job: Job) -> Shape:
         active=every
         - (0 if tied else looked_up)
         - (expert_weights * (experts - topk) // experts if experts else 0),
+        bytes=(size, 4 if config.bf16 else size, 8 if size == 4 else 12),
     )
 
 
@@ -93,13 +94,14 @@ def least(layout: ParallelLayout, job: Job, shape: Shape) -> StageCost:
     experts = shape.expert_weights // (layout.expt_tp * layout.ep * layout.pp)
     sharded = dense // (layout.dp * layout.cp) + experts // layout.expt_dp
     weights = dense + experts
+    parameter, gradient, state = shape.bytes
     return StageCost(
         stage=0,
         rank=layout.ranks[0],
         weights=weights,
-        parameters=_PARAMETER * weights,
-        gradients=_GRADIENT * weights,
-        optimizer=_STATE * (sharded if job.distributed_optimizer else weights),
+        parameters=parameter * weights,
+        gradients=gradient * weights,
+        optimizer=state * (sharded if job.distributed_optimizer else weights),
         activations=_kept(layout, job, shape),
         communicators=(0, 0),
         flows=tuple(_flows(layout, job, shape, dense, experts)),
@@ -115,7 +117,7 @@ def _kept(layout: ParallelLayout, job: Job, shape: Shape) -> int:
         ahead = chunks  # other stages may have more layers
     ahead = min(ahead, job.microbatches * chunks)
     tokens = job.micro_batch_size * job.seq_length // layout.cp
-    return 2 * tokens * whole * ahead // (layout.tp * pp * chunks)
+    return shape.bytes[0] * tokens * whole * ahead // (layout.tp * pp * chunks)
 
 
 def _flows(
@@ -123,7 +125,7 @@ def _flows(
 ) -> Iterator[Flow]:
     """Yield traffic that a rank has on average over the stages, or less."""
     chunks, forward = layout.pp * (layout.vpp or 1), 1 + (job.recompute == "full")
-    token = 2 * shape.hidden * job.micro_batch_size * job.seq_length // layout.cp
+    token = shape.bytes[0] * shape.hidden * job.micro_batch_size * job.seq_length // layout.cp
     halves = 2 * shape.layers - shape.moe_layers  # attention or a dense MLP
     routed = 2 * (forward + 1) * shape.moe_layers * shape.topk / layout.tp
     sizes: dict[tuple[GroupName, str], float] = {
@@ -137,5 +139,5 @@ def _flows(
         yield Flow(field, collective, 0, int(passes * size), 0)
     held: dict[GroupName, int] = {"dp_cp": dense, "expt_dp": experts}
     for field, count in held.items():
-        yield Flow(field, "reduce_scatter", 0, _GRADIENT * count, 0)
-        yield Flow(field, "all_gather", 0, _PARAMETER * count, 0)
+        yield Flow(field, "reduce_scatter", 0, shape.bytes[1] * count, 0)
+        yield Flow(field, "all_gather", 0, shape.bytes[0] * count, 0)

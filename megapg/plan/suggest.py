@@ -19,7 +19,7 @@ from typing import Any
 from megapg.errors import LayoutError, PlanError
 from megapg.layout import ParallelLayout
 from megapg.plan.cluster import Cluster
-from megapg.plan.least import Shape, least, look_at
+from megapg.plan.least import least, look_at
 from megapg.plan.measure import measure
 from megapg.plan.models import Model
 from megapg.plan.nccl import of_stages
@@ -98,7 +98,7 @@ def default_samples(world_size: int, seq_length: int) -> int:
     sizes divide it.
     """
     odd = world_size // (world_size & -world_size)
-    return odd * 2 ** max(0, math.ceil(math.log2(_TOKENS / (seq_length * odd))))
+    return odd * int(2) ** max(0, math.ceil(math.log2(_TOKENS / (seq_length * odd))))
 
 
 def suggest(
@@ -260,9 +260,7 @@ class _Search:
 
     def _lost(self, layout: ParallelLayout, job: Job, stages: Sequence[StageCost]) -> Lost:
         """Return the time that the slowest stage loses."""
-        network, nvlink = max(
-            (self._sent(layout, stage) for stage in stages), key=self._seconds
-        )
+        network, nvlink = max((self._sent(layout, stage) for stage in stages), key=self._seconds)
         traffic = self._seconds((network, nvlink))
         bubble = (layout.pp - 1) / (job.microbatches * (layout.vpp or 1))
         again = (job.recompute == "full") / 3
@@ -304,5 +302,9 @@ def text_of_options(layout: ParallelLayout, job: Job) -> str:
     sizes = {name: getattr(layout, name) or 1 for name in names}
     if layout.expt_tp == layout.tp:
         del sizes["expt_tp"]
-    given = [f"--{name.replace('_', '-')} {size}" for name, size in sizes.items() if size > 1 or name == "expt_tp"]
+    given = [
+        f"--{name.replace('_', '-')} {size}"
+        for name, size in sizes.items()
+        if size > 1 or name == "expt_tp"
+    ]
     return " ".join([*given, f"--recompute {job.recompute}"])
