@@ -16,7 +16,7 @@ from megapg.errors import MegapgError
 from megapg.layout import DEFAULT_ORDER, GroupName, ParallelLayout
 
 if TYPE_CHECKING:  # loaded when the command runs, so that --help is quick
-    from megapg.plan import Job, Recompute
+    from megapg.plan import Job
 
 app = typer.Typer()
 OptionInfo = typer.models.OptionInfo
@@ -233,7 +233,7 @@ def _job(
         seq_length=seq_length or find_model(model).seq_length,
         micro_batch_size=micro_batch_size or 1,
         microbatches=microbatches or 4 * layout.pp,
-        recompute=cast("Recompute", recompute.value) if recompute else "selective",
+        recompute=recompute.value if recompute else "selective",
         distributed_optimizer=not plain_optimizer,
     )
 

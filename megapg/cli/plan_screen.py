@@ -111,7 +111,7 @@ def _sizes(memory: Memory) -> Table:
 
 def _bars(memory: Memory) -> Iterator[Text]:
     """Yield the bars. Each part is a letter, and ``|`` is the memory of a GPU."""
-    label = max(len(bar.label) for bar in memory.bars)
+    label = max(len(bar.name) for bar in memory.bars)
     yield Text.assemble(
         *(
             (f"{letter} {part}  ", style)
@@ -121,8 +121,8 @@ def _bars(memory: Memory) -> Iterator[Text]:
     )
     for bar in memory.bars:
         if hidden := memory.gap_before(bar):
-            yield Text(f"{':':>{label}}  {hidden:,} stages", style="dim")
-        yield Text(bar.label.rjust(label) + "  ") + _bar(bar, memory)
+            yield Text(f"{hidden:,} stages", style="dim")
+        yield Text(bar.name.ljust(label) + "  ") + _bar(bar, memory)
 
 
 def _bar(bar: Bar, memory: Memory) -> Text:

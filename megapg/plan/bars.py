@@ -34,6 +34,11 @@ class Bar:
         return f"{self.first}" if self.first == self.last else f"{self.first}-{self.last}"
 
     @property
+    def name(self) -> str:
+        """The stages, such as ``stages 1-6``."""
+        return f"stage{'s' * (self.first < self.last)} {self.label}"
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of each of ``PARTS``. Communicators count with the most that they take."""
         cost = self.cost

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from textwrap import wrap
 
 from megapg.plan.bars import LETTERS, PARTS, Bar, Memory, text_of_bytes
 from megapg.plan.picture import Panel, Picture
@@ -53,7 +54,7 @@ STYLE = """
 _ACROSS = 8  # cells in a line of a node
 _HEIGHT = 17  # of a cell
 _MARGIN, _GAP, _MORE = 20, 10, 34
-_BAR, _BARS = 22, 430  # height of a bar, and least width of the longest
+_BAR, _BARS = 22, 640  # height of a bar, and least width of all
 _LINE = 1150  # widest picture with several panels in a line; three stay below each other
 
 
@@ -66,7 +67,7 @@ def to_svg(picture: Picture, memory: Memory | None = None) -> str:
     legend = _legend(picture)
     texts = max(11 * len(picture.title), 5.9 * max(map(len, legend)))
     if memory is not None:
-        texts = max(texts, 5.9 * max(len(memory.job), len(memory.assumptions)))
+        texts = max(texts, _BARS)
     width = max(columns * (drawn[0].width + 3 * _GAP) - 3 * _GAP, texts) + 2 * _MARGIN
     top, parts = 62.0, []
     for start in range(0, len(drawn), columns):
@@ -114,13 +115,11 @@ def _legend(picture: Picture) -> list[str]:
 
 def _memory(memory: Memory, width: float) -> tuple[str, float]:
     """Return the bars of the stages, and the height that they take."""
-    label = 20 + 7 * max(len(bar.label) for bar in memory.bars)
-    scale = max(_BARS, width - label - 70) / memory.longest
-    head = (
-        f'<text class="h2">Memory of a rank by pipeline stage</text>'
-        f'<text class="quiet" y="19">{escape(memory.job)}</text>'
-    )
-    x, y, parts = 0.0, 32.0, [head]
+    label = 10 + 6.2 * max(len(bar.name) for bar in memory.bars)
+    scale = (width - label - 70) / memory.longest
+    parts = ['<text class="h2">Memory of a rank by pipeline stage</text>']
+    parts += _text(memory.job, 19, width)
+    x, y = 0.0, 16.0 + 16 * len(parts)
     for letter, part, colour in zip(LETTERS, PARTS, COLOURS, strict=False):
         box = _part(letter, x, y, 16, colour)
         parts.append(f'{box}<text x="{x + 21:g}" y="{y + 15:g}">{part}</text>')
@@ -138,15 +137,21 @@ def _memory(memory: Memory, width: float) -> tuple[str, float]:
         f'<text class="slow" text-anchor="end" x="{edge:g}" y="{y + 12:g}">'
         f"{memory.gpu} of a GPU</text>"
     )
-    about = (memory.verdict, memory.assumptions)
-    for n, text in enumerate(about):
-        parts.append(f'<text class="quiet" y="{y + 32 + 16 * n:g}">{escape(text)}</text>')
-    return "".join(parts), y + 32 + 16 * len(about)
+    about = [*_text(memory.verdict, y + 34, width), *_text(memory.assumptions, y + 50, width)]
+    return "".join([*parts, *about]), y + 34 + 16 * len(about)
+
+
+def _text(text: str, y: float, width: float) -> list[str]:
+    """Return a text in as many lines as it needs."""
+    return [
+        f'<text class="quiet" y="{y + 16 * n:g}">{escape(line)}</text>'
+        for n, line in enumerate(wrap(text, int(width / 5.9)))
+    ]
 
 
 def _bar(bar: Bar, y: float, label: float, scale: float) -> str:
-    x = float(label)
-    drawn = [f'<text text-anchor="end" x="{x - 8:g}" y="{y + 15:g}">{bar.label}</text>']
+    x = label
+    drawn = [f'<text x="0" y="{y + 15:g}">{bar.name}</text>']
     for letter, part, size, colour in zip(LETTERS, PARTS, bar.sizes, COLOURS, strict=False):
         about = f"{part}: {text_of_bytes(size)}"
         drawn.append(_part(letter, x, y, scale * size, colour, about))
