@@ -13,6 +13,7 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import PlanError
+from megapg.plan.attention import FlashLikeAttention
 from megapg.plan.training import Job
 
 _ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
@@ -53,6 +54,8 @@ def build(
     layers = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, **place
     )
+    for layer in layers.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = FlashLikeAttention
     first, last = pg.rank("pp") == 0, pg.rank("pp") == pg.size("pp") - 1
     made = dict(numbers["model"])
     unit = 128 * pg.size("tp")
@@ -73,7 +76,7 @@ def build(
 def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) -> TransformerConfig:
     """Return Megatron-core's configuration for a rank's groups."""
     given = dict(numbers["config"])
-    given["activation_func"] = _ACTIVATIONS[given["activation_func"]]
+    given["activation_func"] = _ACTIVATIONS[given.get("activation_func", "gelu")]
     if given.get("num_moe_experts"):
         dense = numbers.get("first_dense_layers", 0)
         given["moe_layer_freq"] = [0] * dense + [1] * (given["num_layers"] - dense)

@@ -3,14 +3,15 @@
 A published model is a small TOML file in the folder ``architectures``. The user can write such a
 file, or name the function that builds the model.
 
-The models are Megatron-core's, of its local layers, which need no TransformerEngine. Attention is
-not fused there: without recomputation, the backward pass keeps the scores of all pairs of tokens.
-Trainings with FlashAttention keep none of them. The job for those is ``recompute="selective"``,
-which computes the scores again, as FlashAttention does. The activations are equal except for the
-statistics of the softmax: 4 bytes for each token and head.
+Published models are built of Megatron-core's local layers, which need no TransformerEngine. Their
+attention keeps what FlashAttention keeps, as trainings do. So ``recompute="selective"``, which
+computes the attention core again, saves next to nothing. Experts get equal numbers of tokens
+(capacity factor 1). Weights differ from those of TransformerEngine's layers in one place: the down
+projections of latent attention are split over tp, and not copied. DeepSeek-V3 is built without its
+module for multi-token prediction.
 
-Experts get equal numbers of tokens (capacity factor 1). DeepSeek-V3 is built without its module for
-multi-token prediction.
+A user's function is taken as it is. Megatron-core's local attention keeps the scores of all pairs
+of tokens, unless ``recompute`` is ``selective`` or ``full``.
 """
 
 from __future__ import annotations
@@ -94,7 +95,6 @@ def find_model(name: str) -> Model:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PlanError(f"--model {name}: {error}") from None
-    wrong = sorted(found.keys() ^ _KEYS - {"split", "first_dense_layers"} - found.keys())
     wrong = sorted((found.keys() - _KEYS) | ({"seq_length", "model", "config"} - found.keys()))
     if wrong:
         raise PlanError(
@@ -121,7 +121,7 @@ def _build(
         raise PlanError(f"{_NEEDS} ({error})") from None
     try:
         return build(numbers, pg, vp_stage, job)
-    except (AssertionError, TypeError, ValueError) as error:
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
         raise PlanError(f"--model {name}: {error}") from error
 
 
