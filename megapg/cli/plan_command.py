@@ -86,9 +86,9 @@ def plan(
         typer.Option(
             metavar="MODE",
             rich_help_panel=_MODEL,
-            help="Activations that the backward pass computes again: none, selective or full. "
-            "selective holds what FlashAttention holds.",
-            show_default="selective",
+            help="Activations that the backward pass computes again: none, selective (those of "
+            "the attention core) or full (those of whole layers).",
+            show_default="none",
         ),
     ] = None,
     plain_optimizer: Annotated[
@@ -233,7 +233,7 @@ def _job(
         seq_length=seq_length or find_model(model).seq_length,
         micro_batch_size=micro_batch_size or 1,
         microbatches=microbatches or 4 * layout.pp,
-        recompute=recompute.value if recompute else "selective",
+        recompute=recompute.value if recompute else "none",
         distributed_optimizer=not plain_optimizer,
     )
 

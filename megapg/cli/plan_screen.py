@@ -145,7 +145,9 @@ def _traffic(plan: Plan) -> Group:
         share = Text(f"{flow.crossing:.0%}", style="yellow" if flow.crossing else "")
         size = text_of_bytes(flow.bytes)
         table.add_row(flow.field, flow.collective, f"{flow.count:,}", size, share)
-    return _section(title, [table] if plan.flows else [Text("None: its groups have one rank.")])
+    return _section(
+        title, [table] if plan.flows else [Text("None: each group of the rank has one rank.")]
+    )
 
 
 # --- findings -------------------------------------------------------------------------------------

@@ -130,9 +130,9 @@ _UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 def text_of_bytes(size: int) -> str:
     """Return bytes for people: ``12.3 GB``. A GB is 10^9 bytes."""
-    unit, scale = next((each for each in _UNITS if size >= each[1]), ("B", 1))
+    unit, scale = next((each for each in _UNITS if size >= 0.9995 * each[1]), ("B", 1))
     number = size / scale
-    return f"{number:,.0f} {unit}" if scale == 1 or number >= 100 else f"{number:.1f} {unit}"
+    return f"{number:,.0f} {unit}" if scale == 1 or number >= 99.95 else f"{number:.1f} {unit}"
 
 
 def text_of_range(low: int, high: int) -> str:

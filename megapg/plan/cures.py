@@ -83,13 +83,14 @@ def _out_of_memory(step: _Step) -> Iterator[Finding]:
         return
     what = (
         f"out of memory: a rank of stage {full.stage} holds {text_of_bytes(full.total)}, and a GPU "
-        f"has {text_of_bytes(round(step.limit))}."
+        f"has {step.cluster.memory_gb.value:g} GB."
     )
     hopeful = (each for each in _changes(step) if each.least <= step.limit)
     for change in itertools.islice(hopeful, _TRIES):
         tried = _try(step, change)
         if tried and (most := tried.fullest.total) <= step.limit:
-            cure = f"{change.options} fits. The fullest rank then holds {text_of_bytes(most)}."
+            name = change.options[0].upper() + change.options[1:]
+            cure = f"{name} fits. The fullest rank then holds {text_of_bytes(most)}."
             yield Finding("out-of-memory", what, cure)
             return
     yield Finding("out-of-memory", what, "Take more ranks, or GPUs with more memory.")
@@ -100,28 +101,27 @@ def _changes(step: _Step) -> Iterator[_Change]:
     job, full, layout = step.training.job, step.training.fullest, step.layout
     fixed = full.communicators[1] + full.parameters + full.gradients
     share = full.optimizer / len(layout.members("dp_cp", full.rank))
-    jobs = {" ".join(options): other for options, other in _jobs(job)}
-    for options, other in jobs.items():
+    jobs = [*_jobs(job)]
+    for options, other in jobs:
         optimizer = full.optimizer if job.distributed_optimizer else share
         activations = 0 if other.recompute != job.recompute else full.activations
         yield _Change(options, layout, other, fixed + optimizer + activations)
-    best = list(jobs.items())[-1:]
-    for options, other in [("", job), *best]:
+    for options, other in (("", job), *jobs[-1:]):
         activations = 0 if other.recompute != job.recompute else full.activations
         for sizes, grown, factor in _grown(layout, step.cluster):
             split = (full.parameters + full.gradients + activations) / factor
-            named = f"{sizes} {options}".strip()
+            named = f"{sizes} with {options}" if options else sizes
             yield _Change(named, grown, other, split + full.communicators[0])
 
 
-def _jobs(job: Job) -> Iterator[tuple[list[str], Job]]:
-    """Yield the jobs of less memory, with their options."""
-    other, options = job, []
+def _jobs(job: Job) -> Iterator[tuple[str, Job]]:
+    """Yield jobs of less memory, with the options that ask for them."""
+    other, also = replace(job, distributed_optimizer=True), ""
     if not job.distributed_optimizer:
-        other, options = replace(other, distributed_optimizer=True), ["no --plain-optimizer"]
-        yield options, other
+        yield "a distributed optimizer", other
+        also = " and a distributed optimizer"
     if job.recompute != "full":
-        yield ["--recompute full", *options], replace(other, recompute="full")
+        yield f"--recompute full{also}", replace(other, recompute="full")
 
 
 def _grown(layout: ParallelLayout, cluster: Cluster) -> Iterator[tuple[str, ParallelLayout, int]]:
