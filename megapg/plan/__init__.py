@@ -11,7 +11,7 @@ from megapg.plan.findings import Finding
 from megapg.plan.overview import Plan, draw_svg, make_plan
 from megapg.plan.picture import Panel, Picture
 from megapg.plan.spans import Span
-from megapg.plan.training import Flow, Job, Recompute, StageCost, Training
+from megapg.plan.training import Flow, Job, StageCost, Training
 
 __all__ = [
     "Cluster",
@@ -22,7 +22,6 @@ __all__ = [
     "Picture",
     "Plan",
     "Quantity",
-    "Recompute",
     "Span",
     "StageCost",
     "Training",
