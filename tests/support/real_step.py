@@ -7,9 +7,7 @@ overlaps, so each buffer of gradients is one bucket. Not included is the communi
 two numbers over mp, the success of the step and the norm of the gradients.
 """
 
-import contextlib
 import functools
-import random
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass
@@ -134,7 +132,7 @@ def build(case, pg, vp_stage=None, config=None):
     )
 
 
-class even_routing(TorchDispatchMode):  # noqa: N801  (used as a function)
+class EvenRouting(TorchDispatchMode):
     """Routes the tokens of each rank to all experts evenly: choice j of token t to (t * k + j) % E.
 
     So the bytes that ranks send do not depend on the weights.
@@ -227,7 +225,7 @@ def _batches(case):
 
 def count_step(case, pg):
     """Train a step in this rank, and return the rows of its traffic."""
-    with published(pg), even_routing():
+    with published(pg), EvenRouting():
         chunks, step = trainer(case, pg)
         with count_traffic(pg) as traffic:
             losses = step()
@@ -254,7 +252,7 @@ def real_steps(cases):
     found = {}
     for world_size, together in worlds.items():
         ranks = run_distributed(
-            functools.partial(_rank, together), world_size, deadline=280, preload=("real_step",)
+            functools.partial(_rank, together), world_size, deadline=280, preload=("settled",)
         )
         found |= dict(zip(together, zip(*ranks, strict=True), strict=True))
     return found
