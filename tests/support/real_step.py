@@ -104,6 +104,7 @@ def transformer_config(case):
         pipeline_dtype=case.dtype,
         num_moe_experts=case.experts,
         moe_router_topk=case.top_k,
+        moe_router_pre_softmax=case.top_k == 1,  # required then
         moe_token_dispatcher_type=case.dispatcher,
         # A module global would keep the balancing losses, and so the groups, after the run.
         moe_router_load_balancing_type="none",
