@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from megapg.layout import ParallelLayout
 from megapg.plan.cluster import Cluster
-from megapg.plan.training import Job, StageCost, Training
+from megapg.plan.training import StageCost, Training
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "communicators")
 LETTERS = "PGOAC"
@@ -95,16 +95,17 @@ def memory_of(layout: ParallelLayout, cluster: Cluster, training: Training) -> M
         f"{job.micro_batch_size:,} for each of dp={layout.dp:,}.",
         f"{whose} {text_of_bytes(fullest.total)}, {fullest.total / (gpu * 10**9):.0%} of the "
         f"{gpu:g} GB of a GPU.",
-        _assumptions(job),
+        _assumptions(training),
     )
 
 
-def _assumptions(job: Job) -> str:
-    kind = "the distributed" if job.distributed_optimizer else "the plain"
+def _assumptions(training: Training) -> str:
+    job = training.job
+    kind = "distributed" if job.distributed_optimizer else "plain"
+    experts = ", equally many tokens for each expert" * bool(training.fields & {"ep", "tp_ep"})
     return (
         f"Counted on the model that Megatron-core {version('megatron-core')} builds. Assumed: "
-        f"bf16, {kind} optimizer (Adam) with fp32 state, recomputation: {job.recompute}, and "
-        "experts with equally many tokens."
+        f"bf16, Adam with fp32 state ({kind} optimizer), recomputation: {job.recompute}{experts}."
     )
 
 

@@ -35,9 +35,8 @@ def find_in_training(
         measure: counts a step in another layout, or of another job.
         known: the problems that show without a model.
     """
-    fields = {flow.field for stage in training.stages for flow in stage.flows}
     found = list(known)
-    if layout.ep > 1 and not fields & {"ep", "tp_ep"}:
+    if layout.ep > 1 and not training.fields & {"ep", "tp_ep"}:
         found = [each for each in known if each.code != "ep-leaves-nvlink"]
         what = f"{training.job.model} has no experts, so no group of ep communicates."
         found.append(Finding("no-experts", what, f"Leave out --ep {layout.ep}."))

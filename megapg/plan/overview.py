@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -126,7 +127,7 @@ def make_plan(
     *,
     rank: int | None = None,
     job: Job | None = None,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> Plan:
     """Return the plan of a layout. Needs no GPU, and torch and Megatron-core only for a job.
 
@@ -135,7 +136,7 @@ def make_plan(
         cluster: a cluster, or its name or file as in ``megapg plan --cluster``.
         rank: the rank whose groups are shown. Default: the lowest.
         job: also count the memory and the traffic of a step of this job.
-        say: called with a line of text whenever counting goes on to the next model.
+        say: called with a line of text before each stage is counted.
 
     Raises:
         PlanError: the cluster or the model does not exist, the cluster has too few GPUs, the model
@@ -173,11 +174,12 @@ def make_plan(
 
 
 def _measure(
-    cluster: Cluster, job: Job, say: Callable[[str], None] | None
+    cluster: Cluster, job: Job, say: Callable[[str], object] | None
 ) -> Callable[[ParallelLayout, Job], Training]:
     """Return a function that counts a step of the job's model."""
     try:
-        from megapg.plan.measure import measure
+        with warnings.catch_warnings(action="ignore"):  # Megatron-core misses packages of GPUs
+            from megapg.plan.measure import measure
     except ImportError as error:
         raise PlanError(f"{error}. {_NEEDS}") from error
     model = find_model(job.model)
