@@ -116,12 +116,17 @@ def _build(
 ) -> nn.Module:
     """Build a chunk of a published model."""
     try:
+        from megapg.megatron import published
         from megapg.plan.architecture import build
     except ImportError as error:
         raise PlanError(f"{_NEEDS} ({error})") from None
     try:
-        return build(numbers, pg, vp_stage, job)
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        with published(pg):  # Megatron-core asks for the stage of a pipeline layout
+            made: nn.Module = build(numbers, pg, vp_stage, job)
+            return made
+    except KeyError as error:
+        raise PlanError(f"--model {name}: {error} is missing.") from None
+    except (AssertionError, TypeError, ValueError) as error:
         raise PlanError(f"--model {name}: {error}") from error
 
 
@@ -154,6 +159,8 @@ def _call(
     """Build a chunk by a user's function."""
     from torch import nn
 
+    from megapg.megatron import published
+
     offered = {"vp_stage": vp_stage, "recompute": job.recompute, "seq_length": job.seq_length}
     taken = {key: value for key, value in offered.items() if _takes(function, key)}
     if job.recompute != "none" and "recompute" not in taken:
@@ -163,7 +170,8 @@ def _call(
             "config, or plan with --recompute none."
         )
     try:
-        made = function(pg, **taken)
+        with published(pg):
+            made = function(pg, **taken)
     except Exception as error:
         raise PlanError(_said(name, error)) from error
     chunk = made[vp_stage or 0] if isinstance(made, list | tuple) and made else made
