@@ -95,15 +95,28 @@ def find_model(name: str) -> Model:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PlanError(f"--model {name}: {error}") from None
-    wrong = sorted((found.keys() - _KEYS) | ({"seq_length", "model", "config"} - found.keys()))
+    return describe_model(name, found, file.name)
+
+
+def describe_model(name: str, numbers: Mapping[str, Any], place: str = "") -> Model:
+    """Return the model of these numbers.
+
+    Args:
+        name: what to call the model.
+        numbers: the content of a file of ``architectures``.
+        place: where the numbers are from, if they do not say.
+
+    Raises:
+        PlanError: a key is missing or unknown.
+    """
+    wrong = (numbers.keys() - _KEYS) | ({"seq_length", "model", "config"} - numbers.keys())
     if wrong:
         raise PlanError(
-            f"{file}: {', '.join(wrong)} missing or unknown; the keys are "
+            f"--model {name}: {', '.join(sorted(wrong))} missing or unknown; the keys are "
             f"{', '.join(sorted(_KEYS))}."
         )
-    return Model(
-        name, found["seq_length"], partial(_build, name, found), found.get("source", file.name)
-    )
+    build = partial(_build, name, numbers)
+    return Model(name, numbers["seq_length"], build, numbers.get("source", place))
 
 
 def _build(

@@ -105,6 +105,15 @@ def test_uneven_stages_as_published(name: str, sizes: dict[str, int], layers: li
     assert found == layers
 
 
+def test_uneven_chunks_as_published() -> None:
+    chunks = [
+        built("deepseek-v3", n, pp=8, vpp=4, ep=8, rank=8 * stage).decoder.layers
+        for n in range(4)
+        for stage in range(8)
+    ]
+    assert [len(each) for each in chunks] == [1, *[2] * 30, 0]
+
+
 def test_layers_that_do_not_divide() -> None:
     with pytest.raises(PlanError, match=r"80 layers .* pp=3 x vpp=1 = 3 .*1, 2, 4, 5, 8, 10"):
         built("llama3-70b", pp=3)
