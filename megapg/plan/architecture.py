@@ -98,7 +98,6 @@ def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) ->
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
         use_cpu_initialization=True,  # on the device of the caller
-        perform_initialization=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=True,
         bias_dropout_fusion=True,
