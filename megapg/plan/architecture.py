@@ -114,11 +114,13 @@ def _split(layers: int, pp: int, vpp: int, how: str) -> dict[str, object]:
         names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
         return dict.fromkeys(names, True)
     each = -(-layers // chunks)
-    rest = layers - each * (chunks - 1)
-    if how == "rest in last stage" and rest >= 0:
-        middle = [["decoder"] * each for _ in range(chunks - 1)]
-        middle[0].insert(0, "embedding")
-        return {"pipeline_model_parallel_layout": [*middle, ["decoder"] * rest + ["loss"]]}
+    lacking = each * chunks - layers
+    if how == "rest in last stage" and lacking <= 2 * each - 1:
+        # The last chunk has fewer layers. If it has none, the first chunk has fewer, too.
+        first, last = each - max(0, lacking - each), max(0, each - lacking)
+        middle = [["decoder"] * each] * (chunks - 2)
+        ends = ["embedding"] + ["decoder"] * first, ["decoder"] * last + ["loss"]
+        return {"pipeline_model_parallel_layout": [ends[0], *middle, ends[1]]}
     extra = 2 if how == "ends count as layers" else 0
     fits = [n for n in range(1, layers + 1) if layers % n == 0 or (layers + extra) % n == 0]
     raise PlanError(

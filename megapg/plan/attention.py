@@ -45,7 +45,7 @@ class FlashLikeAttention(MegatronModule):  # type: ignore[misc]  # Megatron-core
     ) -> Tensor:
         """Attend. Tensors are (tokens, samples, heads, size)."""
         attend = functools.partial(_attend, self._cp, self._scale)
-        result: Tensor = _Recomputed.apply(attend, query, key, value)
+        result: Tensor = _Recomputed.apply(attend, query, key, value)  # type: ignore[no-untyped-call]
         return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -43,9 +43,10 @@ def _gather_objects(
 
 
 class _Functions(TorchFunctionMode):
-    """Replaces two functions that work below the operators.
+    """Replaces functions that work below the operators.
 
-    Megatron-core's optimizer asks for the type of a tensor, and makes a tensor of others.
+    Megatron-core's optimizer asks for the type of a tensor, and makes a tensor of others. Its
+    dispatcher of tokens makes arrays.
     """
 
     @override
@@ -62,6 +63,8 @@ class _Functions(TorchFunctionMode):
             return f"torch.cuda.{name.get(kind, 'Double')}Tensor"
         if func is torch.tensor and args:
             args = (tree_map_only(torch.Tensor, torch.Tensor.item, args[0]), *args[1:])
+        if func is torch.Tensor.numpy and (content := _known(args[0])) is not None:
+            args = (content, *args[1:])
         return func(*args, **(kwargs or {}))
 
 
@@ -117,7 +120,7 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device == _META:
         return tensor
     meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
-    _keep(meta, tensor if tensor.numel() <= _MOST else None)
+    _keep(meta, tensor if _small([tensor]) else None)
     return meta
 
 
@@ -151,6 +154,8 @@ def _follow(
     made = [each for each in tree_flatten(meta)[0] if isinstance(each, torch.Tensor)]
     constant = func._overloadpacket._qualified_op_name.replace("::", ".") in _CONSTANTS
     known = constant or (given and all(_known(each) is not None for each in given))
+    if func._overloadpacket is torch.ops.aten.arange and made[0].is_floating_point():
+        known = False  # the angles of rotary embeddings are much work, and decide no shape
     if known and torch.Tag.nondeterministic_seeded not in func.tags and _small(made):
         results = tree_flatten(_on_content(func, args, kwargs))[0]
         contents = [each for each in results if isinstance(each, torch.Tensor)]
@@ -207,27 +212,22 @@ def _evenly(indices: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
     size = args[0].shape[dim]
     rows = indices.movedim(dim, -1).shape
-    if indices.numel() <= _MOST:
+    if _small([indices]):
         chosen = torch.arange(indices.numel()).remainder(size).view(rows)
         _keep(indices, chosen.movedim(-1, dim).contiguous())
 
 
 def _communicate(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a collective of fake groups without tensors. All ranks count as having equal content."""
-    written = [
-        value
-        for argument, value in zip(func._schema.arguments, args, strict=False)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    outputs = [each for each in tree_flatten(written)[0] if isinstance(each, torch.Tensor)]
-    gathers: Mapping[str, Callable[[], torch.Tensor]] = {
-        "c10d._allgather_base_": lambda: args[1],
-        "c10d.allgather_": lambda: args[1][0],
-    }
-    source = _known(gathers[name]()) if name in gathers else None
+    source = None
+    if name in ("c10d._allgather_base_", "c10d.allgather_"):
+        source = _known(tree_flatten(args[1])[0][0])
+    outputs = [] if name == "c10d.barrier" else tree_flatten(args[0])[0]
     for each in outputs:
         times = each.numel() // max(1, source.numel()) if source is not None else 1
         content = None if source is None else torch.cat([source] * times).view(each.shape)
         _keep(each, content)
     empty = tree_map_only(torch.Tensor, lambda each: torch.empty(0, dtype=each.dtype), args)
+    if name == "c10d.alltoall_base_":  # the sizes of the pieces do not fit any more
+        empty = tuple([] if isinstance(each, list) else each for each in empty)
     return func(*empty, **kwargs)
