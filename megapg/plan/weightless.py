@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 from typing_extensions import override
+
+from megapg import torch_private
 
 _META = torch.device("meta")
 _MOST = 1 << 21  # elements of a tensor whose content is kept
@@ -31,8 +34,25 @@ def weightless() -> Iterator[None]:
 
     Collectives of objects return equal objects for all ranks.
     """
-    with mock.patch.object(dist, "all_gather_object", _gather_objects), _Functions(), _Weightless():
+    owner, name = pkgutil.resolve_name(torch_private.BACKWARD[0]), torch_private.BACKWARD[1]
+    backward = _backward_inside_the_mode(getattr(owner, name))
+    with (
+        mock.patch.object(dist, "all_gather_object", _gather_objects),
+        mock.patch.object(owner, name, backward),
+        _Functions(),
+        _Weightless(),
+    ):
         yield
+
+
+def _backward_inside_the_mode(run: Callable[..., object]) -> Callable[..., object]:
+    """Run the autograd engine with the mode on, which torch switches off for ``backward()``."""
+
+    def inside(*args: object, **kwargs: object) -> object:
+        with _Functions():
+            return run(*args, **kwargs)
+
+    return inside
 
 
 def _gather_objects(
