@@ -81,6 +81,8 @@ def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) ->
         dense = numbers.get("first_dense_layers", 0)
         given["moe_layer_freq"] = [0] * dense + [1] * (given["num_layers"] - dense)
         given |= _BALANCED
+        given["expert_model_parallel_size"] = pg.size("ep")
+        given["expert_tensor_parallel_size"] = pg.size("expt_tp")
     vpp = pg.layout.vpp if pg.layout is not None else None
     kind = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
     return kind(
@@ -92,8 +94,6 @@ def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) ->
         pipeline_model_parallel_size=pg.size("pp"),
         virtual_pipeline_model_parallel_size=vpp,
         context_parallel_size=pg.size("cp"),
-        expert_model_parallel_size=pg.size("ep"),
-        expert_tensor_parallel_size=pg.size("expt_tp"),
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
