@@ -76,11 +76,13 @@ def build(
 def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) -> TransformerConfig:
     """Return Megatron-core's configuration for a rank's groups."""
     given = dict(numbers["config"])
-    given["activation_func"] = _ACTIVATIONS[given["activation_func"]]
+    given["activation_func"] = _ACTIVATIONS[given.get("activation_func", "gelu")]
     if given.get("num_moe_experts"):
         dense = numbers.get("first_dense_layers", 0)
         given["moe_layer_freq"] = [0] * dense + [1] * (given["num_layers"] - dense)
         given |= _BALANCED
+        given["expert_model_parallel_size"] = pg.size("ep")
+        given["expert_tensor_parallel_size"] = pg.size("expt_tp")
     vpp = pg.layout.vpp if pg.layout is not None else None
     kind = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
     return kind(
@@ -92,13 +94,10 @@ def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) ->
         pipeline_model_parallel_size=pg.size("pp"),
         virtual_pipeline_model_parallel_size=vpp,
         context_parallel_size=pg.size("cp"),
-        expert_model_parallel_size=pg.size("ep"),
-        expert_tensor_parallel_size=pg.size("expt_tp"),
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
         use_cpu_initialization=True,  # on the device of the caller
-        perform_initialization=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=True,
         bias_dropout_fusion=True,
@@ -115,11 +114,13 @@ def _split(layers: int, pp: int, vpp: int, how: str) -> dict[str, object]:
         names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
         return dict.fromkeys(names, True)
     each = -(-layers // chunks)
-    rest = layers - each * (chunks - 1)
-    if how == "rest in last stage" and rest >= 0:
-        middle = [["decoder"] * each for _ in range(chunks - 1)]
-        middle[0].insert(0, "embedding")
-        return {"pipeline_model_parallel_layout": [*middle, ["decoder"] * rest + ["loss"]]}
+    lacking = each * chunks - layers
+    if how == "rest in last stage" and lacking <= 2 * each - 1:
+        # The last chunk has fewer layers. If it has none, the first chunk has fewer, too.
+        first, last = each - max(0, lacking - each), max(0, each - lacking)
+        middle = [["decoder"] * each] * (chunks - 2)
+        ends = ["embedding"] + ["decoder"] * first, ["decoder"] * last + ["loss"]
+        return {"pipeline_model_parallel_layout": [ends[0], *middle, ends[1]]}
     extra = 2 if how == "ends count as layers" else 0
     fits = [n for n in range(1, layers + 1) if layers % n == 0 or (layers + extra) % n == 0]
     raise PlanError(

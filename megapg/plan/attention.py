@@ -45,7 +45,7 @@ class FlashLikeAttention(MegatronModule):  # type: ignore[misc]  # Megatron-core
     ) -> Tensor:
         """Attend. Tensors are (tokens, samples, heads, size)."""
         attend = functools.partial(_attend, self._cp, self._scale)
-        result: Tensor = _Recomputed.apply(attend, query, key, value)
+        result: Tensor = _Recomputed.apply(attend, query, key, value)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -63,9 +63,7 @@ def _attend(cp: Any, scale: float | None, query: Tensor, key: Tensor, value: Ten
     return found.permute(2, 0, 1, 3).flatten(2)
 
 
-def _positions(
-    length: int, size: int, rank: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def _positions(length: int, size: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the positions of a rank's tokens, and of all tokens in the order of the ranks."""
     pieces = torch.arange(length * size, device=device).view(2 * size, -1)
     order = [piece for each in range(size) for piece in (each, 2 * size - 1 - each)]
