@@ -50,7 +50,9 @@ def measure(
         SessionError: torch.distributed is initialised in this process.
     """
     pipeline = layout.members("pp", layout.ranks[0])
-    memory = {stage: each.memory for each in of_stages(layout, pipeline[0]) for stage in each.stages}
+    memory = {
+        stage: each.memory for each in of_stages(layout, pipeline[0]) for stage in each.stages
+    }
     alike: dict[Shape, Measured] = {}
     weights, costs = 0, []
     with _quiet(), megatron_on_cpu(), weightless():
@@ -67,9 +69,7 @@ def measure(
                     parameters=found.parameters,
                     gradients=found.gradients,
                     optimizer=found.optimizer,
-                    activations=most_kept(
-                        layout, stage, job.microbatches, found.kept, found.peaks
-                    ),
+                    activations=most_kept(layout, stage, job.microbatches, found.kept, found.peaks),
                     communicators=memory[stage],
                     flows=_flows(layout, cluster, job, rank, found),
                 )
