@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import PlanError
+from megapg.plan.fused import FlashLikeAttention, FusedLikeRMSNorm
 from megapg.plan.training import Job
 
 _ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
@@ -53,6 +56,7 @@ def build(
     layers = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, **place
     )
+    _fuse(layers, config)
     first, last = pg.rank("pp") == 0, pg.rank("pp") == pg.size("pp") - 1
     made = dict(numbers["model"])
     unit = 128 * pg.size("tp")
@@ -70,10 +74,22 @@ def build(
     return model.bfloat16()
 
 
+def _fuse(layers: TransformerBlockSubmodules, config: TransformerConfig) -> None:
+    """Put modules that keep as much as fused kernels into the layers."""
+    parts: list[Any] = [layers]
+    for layer in layers.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = FlashLikeAttention
+        parts += [layer.submodules, attention]
+    for part in parts if config.normalization == "RMSNorm" else []:
+        norms = [name for name, module in vars(part).items() if module is WrappedTorchNorm]
+        vars(part).update(dict.fromkeys(norms, FusedLikeRMSNorm))
+
+
 def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) -> TransformerConfig:
     """Return Megatron-core's configuration for a rank's groups."""
     given = dict(numbers["config"])
-    given["activation_func"] = _ACTIVATIONS[given["activation_func"]]
+    given["activation_func"] = _ACTIVATIONS[given.get("activation_func", "gelu")]
     if given.get("num_moe_experts"):
         dense = numbers.get("first_dense_layers", 0)
         given["moe_layer_freq"] = [0] * dense + [1] * (given["num_layers"] - dense)
@@ -111,11 +127,13 @@ def _split(layers: int, pp: int, vpp: int, how: str) -> dict[str, object]:
         names = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
         return dict.fromkeys(names, True)
     each = -(-layers // chunks)
-    rest = layers - each * (chunks - 1)
-    if how == "rest in last stage" and rest >= 0:
-        middle = [["decoder"] * each for _ in range(chunks - 1)]
-        middle[0].insert(0, "embedding")
-        return {"pipeline_model_parallel_layout": [*middle, ["decoder"] * rest + ["loss"]]}
+    lacking = each * chunks - layers
+    if how == "rest in last stage" and lacking <= 2 * each - 1:
+        # The last chunk has fewer layers. If it has none, the first chunk has fewer, too.
+        first, last = each - max(0, lacking - each), max(0, each - lacking)
+        middle = [["decoder"] * each] * (chunks - 2)
+        ends = ["embedding"] + ["decoder"] * first, ["decoder"] * last + ["loss"]
+        return {"pipeline_model_parallel_layout": [ends[0], *middle, ends[1]]}
     extra = 2 if how == "ends count as layers" else 0
     fits = [n for n in range(1, layers + 1) if layers % n == 0 or (layers + extra) % n == 0]
     raise PlanError(

@@ -3,14 +3,15 @@
 A published model is a small TOML file in the folder ``architectures``. The user can write such a
 file, or name the function that builds the model.
 
-The models are Megatron-core's, of its local layers, which need no TransformerEngine. Attention is
-not fused there: without recomputation, the backward pass keeps the scores of all pairs of tokens.
-Trainings with FlashAttention keep none of them. The job for those is ``recompute="selective"``,
-which computes the scores again, as FlashAttention does. The activations are equal except for the
-statistics of the softmax: 4 bytes for each token and head.
+Published models are built of Megatron-core's local layers, which need no TransformerEngine. Their
+attention keeps what FlashAttention keeps, as trainings do. So ``recompute="selective"``, which
+computes the attention core again, saves next to nothing. Experts get equal numbers of tokens
+(capacity factor 1). Weights differ from those of TransformerEngine's layers in one place: the down
+projections of latent attention are split over tp, and not copied. DeepSeek-V3 is built without its
+module for multi-token prediction.
 
-Experts get equal numbers of tokens (capacity factor 1). DeepSeek-V3 is built without its module for
-multi-token prediction.
+A user's function is taken as it is. Megatron-core's local attention keeps the scores of all pairs
+of tokens, unless ``recompute`` is ``selective`` or ``full``.
 """
 
 from __future__ import annotations
@@ -94,16 +95,28 @@ def find_model(name: str) -> Model:
         found = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise PlanError(f"--model {name}: {error}") from None
-    wrong = sorted(found.keys() ^ _KEYS - {"split", "first_dense_layers"} - found.keys())
-    wrong = sorted((found.keys() - _KEYS) | ({"seq_length", "model", "config"} - found.keys()))
+    return describe_model(name, found, file.name)
+
+
+def describe_model(name: str, numbers: Mapping[str, Any], place: str = "") -> Model:
+    """Return the model of these numbers.
+
+    Args:
+        name: what to call the model.
+        numbers: the content of a file of ``architectures``.
+        place: where the numbers are from, if they do not say.
+
+    Raises:
+        PlanError: a key is missing or unknown.
+    """
+    wrong = (numbers.keys() - _KEYS) | ({"seq_length", "model", "config"} - numbers.keys())
     if wrong:
         raise PlanError(
-            f"{file}: {', '.join(wrong)} missing or unknown; the keys are "
+            f"--model {name}: {', '.join(sorted(wrong))} missing or unknown; the keys are "
             f"{', '.join(sorted(_KEYS))}."
         )
-    return Model(
-        name, found["seq_length"], partial(_build, name, found), found.get("source", file.name)
-    )
+    build = partial(_build, name, numbers)
+    return Model(name, numbers["seq_length"], build, numbers.get("source", place))
 
 
 def _build(
@@ -116,11 +129,16 @@ def _build(
 ) -> nn.Module:
     """Build a chunk of a published model."""
     try:
+        from megapg.megatron import published
         from megapg.plan.architecture import build
     except ImportError as error:
         raise PlanError(f"{_NEEDS} ({error})") from None
     try:
-        return build(numbers, pg, vp_stage, job)
+        with published(pg):  # Megatron-core asks for the stage of a pipeline layout
+            made: nn.Module = build(numbers, pg, vp_stage, job)
+            return made
+    except KeyError as error:
+        raise PlanError(f"--model {name}: {error} is missing.") from None
     except (AssertionError, TypeError, ValueError) as error:
         raise PlanError(f"--model {name}: {error}") from error
 
@@ -154,6 +172,8 @@ def _call(
     """Build a chunk by a user's function."""
     from torch import nn
 
+    from megapg.megatron import published
+
     offered = {"vp_stage": vp_stage, "recompute": job.recompute, "seq_length": job.seq_length}
     taken = {key: value for key, value in offered.items() if _takes(function, key)}
     if job.recompute != "none" and "recompute" not in taken:
@@ -163,7 +183,8 @@ def _call(
             "config, or plan with --recompute none."
         )
     try:
-        made = function(pg, **taken)
+        with published(pg):
+            made = function(pg, **taken)
     except Exception as error:
         raise PlanError(_said(name, error)) from error
     chunk = made[vp_stage or 0] if isinstance(made, list | tuple) and made else made

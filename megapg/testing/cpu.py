@@ -274,6 +274,8 @@ PATCHES: tuple[_Patch, ...] = (
         "__new__",
         _norm_with_sequence_parallel,
     ),
+    # transformer/multi_latent_attention.py: 0.16 says True without TransformerEngine, and fails
+    _Patch("megatron.core.transformer.multi_latent_attention", "HAVE_TE", _always(False)),
     # moe/moe_utils.py: RouterGatingLinearFunction; 0.16 leaves it undefined without TE
     _Patch(f"{_MOE}.moe_utils", "te_general_gemm", _always(None), optional=True),
     # moe/token_dispatcher.py: alltoall split sizes stay tensors when they were never on CUDA
