@@ -190,7 +190,7 @@ def gradients(case, stage):
 
 
 def bucket(sizes):
-    """Return the numbers of a bucket: parameters start at multiples of 64, the end is one of 128."""
+    """Return the length of a bucket: parameters start at multiples of 64, it ends at one of 128."""
     return -(-sum(-(-size // 64) * 64 for size in sizes) // 128) * 128
 
 
