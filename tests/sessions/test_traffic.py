@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import megapg
+from megapg import torch_private
 from megapg.megatron import published
 from megapg.testing import (
     Collective,
@@ -126,6 +127,9 @@ CALLS = {
 }
 
 
+NEW_ON_GLOO = {"reduce_scatter", "all_to_all"}
+
+
 def counted(pg, call):
     with count_traffic(pg) as traffic:
         call()
@@ -147,7 +151,9 @@ def on_two_ranks():
     warnings.simplefilter("ignore")
     with megapg.session(tp=2, timeout=60) as session:
         pg = session.groups
-        for call, collective, nbytes in CALLS.values():
+        for name, (call, collective, nbytes) in CALLS.items():
+            if name in NEW_ON_GLOO and torch_private.version() < (2, 13):
+                continue
             assert counted(pg, partial(call, pg.tp, "cpu")) == [("tp", collective, 1, nbytes)]
         coalesced(pg)
         objects(pg)
