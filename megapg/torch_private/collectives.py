@@ -22,9 +22,9 @@ class Call:
     """One call of a collective by this rank.
 
     Attributes:
-        collective: its name, such as ``all_reduce``; variants of a collective have one name.
+        collective: its name, such as ``all_reduce``. Variants of a collective have one name.
         group: the process group.
-        bytes: bytes of the whole buffer, of all ranks of the group where they differ.
+        bytes: bytes of the whole buffer; see :func:`megapg.testing.count_traffic`.
     """
 
     collective: str

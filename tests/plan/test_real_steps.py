@@ -215,7 +215,7 @@ def parameters(case, stage):
     chunk = chunks[-1 if last else 0]
     chunk[0] += ends
     if case.tied and case.pp > 1 and case.distributed_optimizer and embeddings:
-        chunk.append(embeddings)  # the shared weight has a bucket of its own
+        chunk.append(embeddings)  # the shared weight has a separate bucket
     else:
         chunk[0] += embeddings
     return chunks, experts

@@ -2,9 +2,11 @@
 
 The step is that of ``megatron.training`` with its defaults: the pipeline schedule, the gradient
 exchange of ``finalize_model_grads``, and the optimizer's step with gradient clipping. Nothing
-overlaps, so each buffer of gradients is one bucket. Not included is the communication of scripts:
-``pretrain_gpt.py`` broadcasts the batch over tp and averages the loss over dp, and its loop reduces
-two numbers over mp, the success of the step and the norm of the gradients.
+overlaps, so each buffer of gradients is one bucket.
+
+The communication of scripts is left out. ``pretrain_gpt.py`` broadcasts the batch over tp and
+averages the loss over dp. The training loop reduces two numbers over mp: the success of the step
+and the norm of the gradients.
 """
 
 import functools
@@ -136,7 +138,7 @@ def build(case, pg, vp_stage=None, config=None):
 class EvenRouting(TorchDispatchMode):
     """Routes the tokens of each rank to all experts evenly: choice j of token t to (t * k + j) % E.
 
-    So the bytes that ranks send do not depend on the weights.
+    The bytes that ranks send do not depend on the weights then.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
