@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 import megapg
 from megapg.errors import PlanError
 from megapg.megatron import published
-from megapg.plan.fused import FlashLikeAttention
+from megapg.plan.fused import FlashLikeAttention, FusedLikeRMSNorm
 from megapg.plan.models import Model, find_model, model_names
 from megapg.plan.training import Job
 from megapg.testing import fake_collection, megatron_on_cpu, run_distributed
