@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megapg.errors import PlanError
 from megapg.layout import GroupName, ParallelLayout
@@ -13,6 +14,8 @@ from megapg.plan.training import Flow, Job, StageCost
 
 if TYPE_CHECKING:
     from megapg.plan.models import Model
+
+_EXPERTS = (512, 256, 128, 64, 32, 16, 8, 4, 2)
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class Shape:
         weights: number of parameters without experts.
         expert_weights: number of parameters of all experts.
         active: number of parameters that a token is multiplied with.
+        sent: times that tensor parallelism gathers or scatters all tokens, forward and backward.
+        sent_again: the same for a forward pass alone, which recomputation repeats.
         bytes: bytes of a parameter, of its gradient, and of the optimizer's state.
     """
 
@@ -43,49 +48,69 @@ class Shape:
     weights: int
     expert_weights: int
     active: int
+    sent: int
+    sent_again: int
     bytes: tuple[int, int, int]
 
 
 def look_at(model: Model, job: Job) -> Shape:
     """Build the whole model without memory, and return its numbers."""
-    import torch
-
-    from megapg.testing import fake_collection, megatron_on_cpu
-
-    with megatron_on_cpu(), fake_collection(world_size=1) as pg, torch.device("meta"):
-        module = model.build(pg, job=job)
-    config = getattr(module, "config", None)
+    ep, module = _with_few_experts(model, job)
+    config: Any = getattr(module, "config", None)
     if config is None:
         raise PlanError(f"--suggest with --model {job.model}: the model has no config of Megatron.")
     sizes = {name: each.numel() for name, each in module.named_parameters()}
     every = sum(sizes.values())
-    expert_weights = sum(size for name, size in sizes.items() if ".experts." in name)
-    size = next(module.parameters()).itemsize
-    tied = not any("output_layer" in name for name in sizes)
-    looked_up = sum(size for name, size in sizes.items() if "word_embeddings" in name)
+    of_experts = {name: size for name, size in sizes.items() if ".experts." in name}
+    every += (ep - 1) * sum(of_experts.values())
+    expert_weights = ep * sum(of_experts.values())
+    untied = any("output_layer" in name for name in sizes)
+    looked_up = untied * sum(size for name, size in sizes.items() if "word_embeddings" in name)
     layers, experts, topk = config.num_layers, config.num_moe_experts or 0, config.moe_router_topk
-    moe_layers = len({name.split(".experts.")[0] for name in sizes if ".experts." in name})
-    groups = config.num_query_groups or config.num_attention_heads
-    attention = 3 * config.hidden_size
-    attention += 2 * (config.num_attention_heads + groups) * config.kv_channels
+    moe_layers = len({name.split(".experts.")[0] for name in of_experts})
+    idle = expert_weights * (experts - topk) // experts if experts else 0
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    divided = math.gcd(heads, groups or heads)
+    attention = 3 * config.hidden_size + 2 * (heads + (groups or heads)) * config.kv_channels
     inner = 2 + bool(config.gated_linear_unit)
     dense = config.hidden_size + inner * config.ffn_hidden_size
     expert = topk * (config.hidden_size + inner * (config.moe_ffn_hidden_size or 0))
+    latent = getattr(config, "multi_latent_attention", False)  # gathers less than all tokens
+    whole = (layers - moe_layers) + layers * (not latent)
+    split = divided % 2 == 0 and _built(model, job, ep, tp=2).config.sequence_parallel
+    size = next(module.parameters()).itemsize
     return Shape(
         layers=layers,
         moe_layers=moe_layers,
         hidden=config.hidden_size,
-        heads=math.gcd(config.num_attention_heads, groups),
+        heads=divided,
         experts=experts,
         topk=topk,
         kept=layers * attention + (layers - moe_layers) * dense + moe_layers * expert,
         weights=every - expert_weights,
         expert_weights=expert_weights,
-        active=every
-        - (0 if tied else looked_up)
-        - (expert_weights * (experts - topk) // experts if experts else 0),
+        active=every - looked_up - idle,
+        sent=whole * (4 + split) + 2 * layers * latent,
+        sent_again=whole * 2 + layers * latent,
         bytes=(size, 4 if config.bf16 else size, 8 if size == 4 else 12),
     )
+
+
+def _with_few_experts(model: Model, job: Job) -> tuple[int, Any]:
+    """Build the model on a rank that has as few of the experts as possible."""
+    for ep in _EXPERTS:
+        with contextlib.suppress(PlanError):  # no multiple of ep
+            return ep, _built(model, job, ep)
+    return 1, _built(model, job, 1)
+
+
+def _built(model: Model, job: Job, ep: int, tp: int = 1) -> Any:
+    import torch
+
+    from megapg.testing import fake_collection, megatron_on_cpu
+
+    with megatron_on_cpu(), fake_collection(tp=tp, ep=ep, expt_tp=1) as pg, torch.device("meta"):
+        return model.build(pg, job=job)
 
 
 def least(layout: ParallelLayout, job: Job, shape: Shape) -> StageCost:
@@ -124,12 +149,11 @@ def _flows(
     layout: ParallelLayout, job: Job, shape: Shape, dense: int, experts: int
 ) -> Iterator[Flow]:
     """Yield traffic that a rank has on average over the stages, or less."""
-    chunks, forward = layout.pp * (layout.vpp or 1), 1 + (job.recompute == "full")
+    chunks, again = layout.pp * (layout.vpp or 1), job.recompute == "full"
     token = shape.bytes[0] * shape.hidden * job.micro_batch_size * job.seq_length // layout.cp
-    halves = 2 * shape.layers - shape.moe_layers  # attention or a dense MLP
-    routed = 2 * (forward + 1) * shape.moe_layers * shape.topk / layout.tp
+    routed = (4 + 2 * again) * shape.moe_layers * shape.topk / layout.tp
     sizes: dict[tuple[GroupName, str], float] = {
-        ("tp", "all_reduce"): halves * (forward + 1),
+        ("tp", "all_gather"): shape.sent + again * shape.sent_again,
         ("ep", "all_to_all"): routed,
         ("expt_tp", "all_gather"): routed * layout.expt_tp,
         ("pp", "send"): 2 * (chunks - 1) / layout.tp,

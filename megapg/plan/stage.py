@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megapg.collection import ProcessGroupCollection
 from megapg.layout import GroupName
 from megapg.megatron import schedule_collection
 from megapg.plan.models import Model
+from megapg.plan.repeats import Ran, run_layers
 from megapg.plan.saved import Saved, storages
 from megapg.plan.training import Job
 from megapg.testing.traffic import Collective, count_traffic
@@ -87,12 +89,13 @@ class Stage:
         weights = storages(parameters)
         gradients = storages(each.main_grad for each in parameters)
         optimizer: Any = self._optimizer(chunks)
-        alike: dict[object, tuple[tuple[Collective, ...], int, int]] = {}
+        alike: dict[object, Ran] = {}
         ran = []
         for chunk, shape in zip(chunks, self.shape.chunks, strict=True):
             place = shape, unwrap_model(chunk).pre_process, unwrap_model(chunk).post_process
             if place not in alike:
-                alike[place] = self._microbatch(chunk, {*weights, *gradients})
+                run = partial(self._microbatch, chunk, {*weights, *gradients})
+                alike[place] = run_layers(chunk, run)
             ran.append(alike[place])
         with count_traffic(self._pg) as traffic:
             tokens = torch.zeros(1, dtype=torch.int) if self._per_token else None
@@ -108,9 +111,9 @@ class Stage:
             parameters=sum(weights.values()),
             gradients=sum(gradients.values()),
             optimizer=sum(state.values()),
-            kept=tuple(kept for _, kept, _ in ran),
-            peaks=tuple(peak for _, _, peak in ran),
-            microbatch=tuple(rows for rows, _, _ in ran),
+            kept=tuple(each.kept for each in ran),
+            peaks=tuple(each.peak for each in ran),
+            microbatch=tuple(each.rows for each in ran),
             step=traffic.rows,
             boundary=length * self._job.micro_batch_size * hidden * size,
         )
@@ -152,9 +155,7 @@ class Stage:
             config, list(chunks), use_gloo_process_groups=False, pg_collection=self._pg
         )
 
-    def _microbatch(
-        self, chunk: Any, excluded: Iterable[int]
-    ) -> tuple[tuple[Collective, ...], int, int]:
+    def _microbatch(self, chunk: Any, excluded: Iterable[int]) -> Ran:
         """Run a microbatch; return its collectives, and the bytes kept and at the peak."""
         job, plain = self._job, unwrap_model(chunk)
         buffers = storages(plain.buffers())
@@ -172,7 +173,7 @@ class Stage:
                 output = output.float().mean()
             kept = saved.bytes
             torch.autograd.backward(output, torch.empty_like(output))
-        return traffic.rows, kept, saved.most
+        return Ran(traffic.rows, kept, saved.most)
 
     def _pieces(self, parameter: torch.nn.Parameter) -> int:
         """Return how many ranks of a stage hold different pieces of a parameter."""

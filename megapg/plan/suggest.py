@@ -10,6 +10,7 @@ import contextlib
 import heapq
 import itertools
 import math
+import operator
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -98,7 +99,7 @@ def default_samples(world_size: int, seq_length: int) -> int:
     sizes divide it.
     """
     odd = world_size // (world_size & -world_size)
-    return odd * int(2) ** max(0, math.ceil(math.log2(_TOKENS / (seq_length * odd))))
+    return odd << max(0, math.ceil(math.log2(_TOKENS / (seq_length * odd))))
 
 
 def suggest(
@@ -285,7 +286,7 @@ class _Search:
                 same = sum(n * (n - 1) for n in Counter(blocks).values())
                 share = 1 - same / max(1, len(group) * (len(group) - 1))
             else:
-                share = sum(a != b for a, b in zip(blocks, blocks[1:] + blocks[:1])) / len(group)
+                share = sum(map(operator.ne, blocks, blocks[1:] + blocks[:1])) / len(group)
             network += sent * share
             nvlink += sent * (1 - share)
         return network, nvlink

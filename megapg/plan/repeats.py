@@ -1,0 +1,77 @@
+"""Equal layers cost the same: a few of them are run, and the others are added."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.utils import unwrap_model
+
+from megapg.testing.traffic import Collective
+
+_FEW = 2  # equal layers that are run, and one more to find the cost of a layer
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One microbatch of a chunk.
+
+    Attributes:
+        rows: its collectives.
+        kept: bytes of activations after the forward pass.
+        peak: most bytes of activations in the backward pass.
+    """
+
+    rows: tuple[Collective, ...]
+    kept: int
+    peak: int
+
+
+def run_layers(chunk: torch.nn.Module, run: Callable[[], Ran]) -> Ran:
+    """Call ``run`` with few layers in the chunk, and return its result for all layers."""
+    block: Any = getattr(unwrap_model(chunk), "decoder", None)
+    kinds: dict[object, list[int]] = {}
+    for place, layer in enumerate(getattr(block, "layers", ())):
+        shapes = tuple((name, each.shape, each.dtype) for name, each in layer.named_parameters())
+        kinds.setdefault((type(layer), shapes), []).append(place)
+    many = [places for places in kinds.values() if len(places) > _FEW + 1]
+    if not many or block.config.recompute_method == "block":  # recomputes only the first layers
+        return run()
+    few = [place for places in kinds.values() for place in places[:_FEW]]
+    with _only(block, few):
+        first = total = run()
+    for places in many:
+        with _only(block, [*few, places[_FEW]]):
+            total = _add(total, run(), first, len(places) - _FEW)
+    return total
+
+
+@contextlib.contextmanager
+def _only(block: Any, places: Iterable[int]) -> Iterator[None]:
+    """Leave only these layers in a block."""
+    layers = block.layers
+    block.layers = torch.nn.ModuleList(layers[place] for place in sorted(places))
+    block.num_layers_per_pipeline_rank = len(block.layers)
+    try:
+        yield
+    finally:
+        block.layers, block.num_layers_per_pipeline_rank = layers, len(layers)
+
+
+def _add(total: Ran, more: Ran, less: Ran, times: int) -> Ran:
+    """Add the difference of two microbatches some times."""
+    rows = {_key(row): row for row in (*more.rows, *total.rows)}
+    for sign, ran in ((times, more), (-times, less)):
+        for row in ran.rows:
+            old = rows[_key(row)]
+            count, size = old.count + sign * row.count, old.bytes + sign * row.bytes
+            rows[_key(row)] = replace(old, count=count, bytes=size)
+    kept = total.kept + times * (more.kept - less.kept)
+    return Ran(tuple(sorted(rows.values())), kept, total.peak + times * (more.peak - less.peak))
+
+
+def _key(row: Collective) -> tuple[str, str, int]:
+    return row.field, row.collective, row.size
