@@ -28,7 +28,7 @@ class Shape:
         hidden: size of a token between layers.
         heads: what tensor parallelism has to divide.
         experts: number of experts of a layer; 0 if there are none.
-        topk: number of experts of a token.
+        routed: times that a token is sent to experts.
         kept: numbers that the backward pass needs of a token, at least: inputs of matrix products.
         weights: number of parameters without experts.
         expert_weights: number of parameters of all experts.
@@ -43,7 +43,7 @@ class Shape:
     hidden: int
     heads: int
     experts: int
-    topk: int
+    routed: int
     kept: int
     weights: int
     expert_weights: int
@@ -85,7 +85,7 @@ def look_at(model: Model, job: Job) -> Shape:
         hidden=config.hidden_size,
         heads=divided,
         experts=experts,
-        topk=topk,
+        routed=topk * (config.moe_token_dispatcher_type == "alltoall"),
         kept=layers * attention + (layers - moe_layers) * dense + moe_layers * expert,
         weights=every - expert_weights,
         expert_weights=expert_weights,
@@ -151,7 +151,7 @@ def _flows(
     """Yield traffic that a rank has on average over the stages, or less."""
     chunks, again = layout.pp * (layout.vpp or 1), job.recompute == "full"
     token = shape.bytes[0] * shape.hidden * job.micro_batch_size * job.seq_length // layout.cp
-    routed = (4 + 2 * again) * shape.moe_layers * shape.topk / layout.tp
+    routed = (4 + 2 * again) * shape.moe_layers * shape.routed / layout.tp
     sizes: dict[tuple[GroupName, str], float] = {
         ("tp", "all_gather"): shape.sent + again * shape.sent_again,
         ("ep", "all_to_all"): routed,
