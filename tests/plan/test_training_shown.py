@@ -84,7 +84,7 @@ def test_the_terminal_needs_80_columns_and_no_colour():
     words = " ".join(text.split())
     assert "Stage 0 is the fullest: 69.0 GB, 86% of the 80 GB of a GPU." in words
     assert "A step has 32 samples of 8,192 tokens, 16 microbatches of 1 for each of dp=2." in words
-    assert "bf16, Adam with fp32 state (distributed optimizer), recomputation: selective." in words
+    assert "Adam with fp32 state (distributed optimizer), recomputation: selective." in words
 
 
 def test_a_bar_is_as_long_as_its_bytes():
