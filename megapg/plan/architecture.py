@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import PlanError
-from megapg.plan.attention import FlashLikeAttention
+from megapg.plan.fused import FlashLikeAttention, FusedLikeRMSNorm
 from megapg.plan.training import Job
 
 _ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
@@ -54,8 +56,7 @@ def build(
     layers = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, **place
     )
-    for layer in layers.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = FlashLikeAttention
+    _fuse(layers, config)
     first, last = pg.rank("pp") == 0, pg.rank("pp") == pg.size("pp") - 1
     made = dict(numbers["model"])
     unit = 128 * pg.size("tp")
@@ -71,6 +72,18 @@ def build(
         **made,
     )
     return model.bfloat16()
+
+
+def _fuse(layers: TransformerBlockSubmodules, config: TransformerConfig) -> None:
+    """Put modules that keep as much as fused kernels into the layers."""
+    parts: list[Any] = [layers]
+    for layer in layers.layer_specs:
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = FlashLikeAttention
+        parts += [layer.submodules, attention]
+    for part in parts if config.normalization == "RMSNorm" else []:
+        norms = [name for name, module in vars(part).items() if module is WrappedTorchNorm]
+        vars(part).update(dict.fromkeys(norms, FusedLikeRMSNorm))
 
 
 def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) -> TransformerConfig:

@@ -156,10 +156,19 @@ def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 # The content that these create does not depend on the content of their arguments.
 _CONSTANTS = frozenset(
     f"aten.{name}"
-    for name in (
-        "arange full full_like new_full new_ones new_zeros ones ones_like scalar_tensor zeros "
-        "zeros_like"
-    ).split()
+    for name in [
+        "arange",
+        "full",
+        "full_like",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "ones",
+        "ones_like",
+        "scalar_tensor",
+        "zeros",
+        "zeros_like",
+    ]
 )
 
 

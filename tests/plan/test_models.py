@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 import megapg
 from megapg.errors import PlanError
 from megapg.megatron import published
-from megapg.plan.attention import FlashLikeAttention
+from megapg.plan.fused import FlashLikeAttention, FusedLikeRMSNorm
 from megapg.plan.models import Model, find_model, model_names
 from megapg.plan.training import Job
 from megapg.testing import fake_collection, megatron_on_cpu, run_distributed
@@ -217,6 +217,33 @@ def test_attention_keeps_what_flash_attention_keeps() -> None:
     # What it computes again in the backward pass is not seen either.
     shapes = [tuple(each.shape) for each in (*inputs, found)]
     assert [tuple(each.shape) for each in kept] == [*shapes, (16, 2, 4)]
+
+
+def test_norm_equals_that_of_torch_and_keeps_its_input() -> None:
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=4)
+    made, wanted = FusedLikeRMSNorm(config, 8).double(), torch.nn.RMSNorm(8, eps=1e-5).double()
+    one, other = (sequences()[0].requires_grad_() for _ in range(2))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = made(one)
+    (found * weighting(found)).sum().backward()
+    (wanted(other) * weighting(found)).sum().backward()
+    torch.testing.assert_close(found, wanted(other))
+    torch.testing.assert_close(one.grad, other.grad)
+    torch.testing.assert_close(made.weight.grad, wanted.weight.grad)
+    assert [tuple(each.shape) for each in kept] == [(16, 2, 4, 8), (8,), (16, 2, 4)]
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_no_norm_is_left_that_keeps_more_than_fused_ones(name: str) -> None:
+    ep = 64 if "deep" in name or "qwen" in name else 1
+    kinds = {type(each) for each in built(name, ep=ep).modules() if "Norm" in type(each).__name__}
+    assert kinds == {torch.nn.LayerNorm if name == "gpt3-175b" else FusedLikeRMSNorm}
 
 
 USER = """

@@ -1,7 +1,6 @@
 """The traffic of real training steps, counted on gloo ranks."""
 
-import pytest
-from real_step import Case, real_steps
+from real_step import Case
 
 CASES = [
     # tensor and sequence parallelism
