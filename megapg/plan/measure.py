@@ -10,6 +10,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import megapg
 from megapg.layout import GroupName, ParallelLayout
@@ -20,8 +21,8 @@ from megapg.plan.nccl import of_stages
 from megapg.plan.pipeline import most_kept
 from megapg.plan.stage import Measured, Shape, Stage
 from megapg.plan.training import Flow, Job, StageCost, Training
-from megapg.plan.weightless import weightless
 from megapg.testing.cpu import megatron_on_cpu
+from megapg.testing.weightless import weightless
 
 _SEED = 1234
 
@@ -111,10 +112,10 @@ def _flows(
     times = [*((rows, job.microbatches) for rows in found.microbatch), (found.step, 1)]
     for rows, repeated in times:
         for row in rows:
-            if row.size > 1:
-                count, size = sums.get((row.field, row.collective), (0, 0))
-                added = count + row.count * repeated, size + row.bytes * repeated
-                sums[row.field, row.collective] = added
+            if row.size > 1 and row.fields:
+                key = cast("GroupName", row.field), row.collective
+                count, size = sums.get(key, (0, 0))
+                sums[key] = count + row.count * repeated, size + row.bytes * repeated
     flows = [
         Flow(field, collective, *sum, _crossing(cluster, rank, layout.members(field, rank)))
         for (field, collective), sum in sorted(sums.items())

@@ -22,8 +22,7 @@ class Collective:
     Attributes:
         field: the first field of the collection that has the group. For a group that the collection
             lacks, its description in torch, such as ``default_pg`` for WORLD.
-        collective: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``,
-            ``broadcast``, ``reduce``, ``gather``, ``scatter``, ``send``, ``recv`` or ``barrier``.
+        collective: its name, such as ``all_reduce``; see :func:`count_traffic`.
         count: number of calls.
         bytes: bytes of all calls; see :func:`count_traffic`.
         size: number of ranks in the group.
@@ -89,10 +88,9 @@ class Traffic:
         """Return a table with a line for each row."""
         lines = [("field", "ranks", "collective", "calls", "bytes", "also the group of")]
         for row in self.rows:
+            others = " ".join(row.fields[1:4]) + (" ..." if len(row.fields) > 4 else "")
             numbers = f"{row.count:,}", f"{row.bytes:,}"
-            lines.append(
-                (row.field, f"{row.size}", row.collective, *numbers, " ".join(row.fields[1:]))
-            )
+            lines.append((row.field, f"{row.size}", row.collective, *numbers, others))
         a, b, c, d, e = (max(map(len, column)) for column in list(zip(*lines, strict=True))[:-1])
         return "\n".join(
             f"{v:<{a}}  {w:>{b}}  {x:<{c}}  {y:>{d}}  {z:>{e}}  {others}".rstrip()
@@ -104,10 +102,10 @@ class Traffic:
 def count_traffic(pg: ProcessGroupCollection) -> Iterator[Traffic]:
     """Count the collectives that this rank calls in the block, by group and collective.
 
-    Counted are all calls of torch.distributed in this thread, and in the backward passes that start
-    in the block: also asynchronous ones, those of ``batch_isend_irecv``, of hooks, of DTensor, and
-    functional collectives. Object collectives are counted as the collectives of tensors that they
-    consist of. Groups may be real or fake, and tensors on any device. Blocks nest.
+    The block counts all calls of torch.distributed in this thread, and in backward passes that
+    start in the block. Asynchronous calls, ``batch_isend_irecv``, hooks, DTensor and functional
+    collectives are included. An object collective is counted as the collectives of tensors that it
+    calls. Groups may be real or fake, and tensors on any device. Blocks nest.
 
     The bytes of a call are those of its whole buffer, which do not depend on the algorithm:
 
@@ -118,7 +116,7 @@ def count_traffic(pg: ProcessGroupCollection) -> Iterator[Traffic]:
     * ``barrier``: none.
 
     Fields with the same ranks may share one group, so a row can serve several fields. Groups of one
-    rank are counted too. ``session(dedicated=...)`` gives a field a group of its own.
+    rank are counted too. A field of ``session(dedicated=...)`` has a separate group.
 
     Args:
         pg: the groups to name. Other groups are counted by their description.

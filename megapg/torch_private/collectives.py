@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,9 @@ class Call:
     """One call of a collective by this rank.
 
     Attributes:
-        collective: its name, such as ``all_reduce``; variants of a collective have one name.
+        collective: its name, such as ``all_reduce``. Variants of a collective have one name.
         group: the process group.
-        bytes: bytes of the whole buffer, of all ranks of the group where they differ.
+        bytes: bytes of the whole buffer; see :func:`megapg.testing.count_traffic`.
     """
 
     collective: str
@@ -63,90 +63,82 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # DTensor then calls operators on plain tensors
         found = _OPERATORS.get(str(getattr(func, "_overloadpacket", "")))
         if found is not None:
-            collective, bytes_of = found
-            group = _group(func, args)
-            self._on_call(Call(collective, group, bytes_of(args, group.size())))
+            group = self._group(func, args)
+            nbytes = 0 if found.buffer is None else self._bytes(args[found.buffer])
+            times = group.size() if found.of_each_rank else 1
+            self._on_call(Call(found.collective, group, nbytes * times))
         return func(*args, **(kwargs or {}))
 
+    @staticmethod
+    def _group(func: Any, args: Sequence[Any]) -> dist.ProcessGroup:
+        """Return the process group among the arguments of a collective's operator.
 
-def _group(func: Any, args: Sequence[Any]) -> dist.ProcessGroup:
-    """Return the process group among the arguments of a collective's operator.
+        Functional collectives get the group's name, or the group itself.
+        """
+        names = [argument.name for argument in func._schema.arguments]
+        value = args[names.index("process_group" if "process_group" in names else "group_name")]
+        if isinstance(value, str):
+            value = vars(c10d)["_resolve_process_group"](value)
+        return value if isinstance(value, dist.ProcessGroup) else dist.ProcessGroup.unbox(value)
 
-    Functional collectives get the group's name, or the group itself.
+    @classmethod
+    def _bytes(cls, value: Any) -> int:
+        """Return the bytes of a tensor, or of all tensors in nested lists."""
+        if isinstance(value, torch.Tensor):
+            return value.numel() * value.element_size()
+        return sum(map(cls._bytes, value))
+
+
+class _Operator(NamedTuple):
+    """A collective, and the argument of its operator that has the whole buffer.
+
+    Attributes:
+        buffer: index of the argument; None if there is no buffer.
+        of_each_rank: True if the argument has the part of one rank.
     """
-    names = [argument.name for argument in func._schema.arguments]
-    value = args[names.index("process_group" if "process_group" in names else "group_name")]
-    if isinstance(value, str):
-        value = vars(c10d)["_resolve_process_group"](value)
-    return value if isinstance(value, dist.ProcessGroup) else dist.ProcessGroup.unbox(value)
+
+    collective: str
+    buffer: int | None
+    of_each_rank: bool = False
 
 
-def _bytes(value: Any) -> int:
-    """Return the bytes of a tensor, or of all tensors in nested lists."""
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_bytes, value))
-
-
-_BytesOf: TypeAlias = Callable[[Sequence[Any], int], int]
-
-
-def _nothing(args: Sequence[Any], size: int) -> int:
-    return 0
-
-
-def _first(args: Sequence[Any], size: int) -> int:
-    return _bytes(args[0])
-
-
-def _second(args: Sequence[Any], size: int) -> int:
-    return _bytes(args[1])
-
-
-def _first_of_each_rank(args: Sequence[Any], size: int) -> int:
-    return _bytes(args[0]) * size
-
-
-def _second_of_each_rank(args: Sequence[Any], size: int) -> int:
-    return _bytes(args[1]) * size
-
-
-# Operator -> the collective, and the bytes of a call by its arguments and the group's size. Most
-# operators of c10d take the output first, and those of _c10d_functional take the input first.
-_OPERATORS: Mapping[str, tuple[str, _BytesOf]] = {
-    "c10d.allreduce_": ("all_reduce", _first),
-    "c10d.allreduce_coalesced_": ("all_reduce", _first),
-    "c10d.broadcast_": ("broadcast", _first),
-    "c10d.reduce_": ("reduce", _first),
-    "c10d._allgather_base_": ("all_gather", _first),
-    "c10d.allgather_": ("all_gather", _first),
-    "c10d.allgather_coalesced_": ("all_gather", _first),
-    "c10d.allgather_into_tensor_coalesced_": ("all_gather", _first),
-    "c10d._reduce_scatter_base_": ("reduce_scatter", _second),
-    "c10d.reduce_scatter_": ("reduce_scatter", _second),
-    "c10d.reduce_scatter_tensor_coalesced_": ("reduce_scatter", _second),
-    "c10d.alltoall_base_": ("all_to_all", _second),
-    "c10d.alltoall_": ("all_to_all", _second),
-    "c10d.gather_": ("gather", _second_of_each_rank),
-    "c10d.scatter_": ("scatter", _first_of_each_rank),
-    "c10d.send": ("send", _first),
-    "c10d.recv_": ("recv", _first),
-    "c10d.recv_any_source_": ("recv", _first),
-    "c10d.barrier": ("barrier", _nothing),
-    "c10d.monitored_barrier_": ("barrier", _nothing),
-    "_c10d_functional.all_reduce": ("all_reduce", _first),
-    "_c10d_functional.all_reduce_": ("all_reduce", _first),
-    "_c10d_functional.all_reduce_coalesced": ("all_reduce", _first),
-    "_c10d_functional.all_reduce_coalesced_": ("all_reduce", _first),
-    "_c10d_functional.broadcast": ("broadcast", _first),
-    "_c10d_functional.broadcast_": ("broadcast", _first),
-    "_c10d_functional.all_gather_into_tensor": ("all_gather", _first_of_each_rank),
-    "_c10d_functional.all_gather_into_tensor_out": ("all_gather", _first_of_each_rank),
-    "_c10d_functional.all_gather_into_tensor_coalesced": ("all_gather", _first_of_each_rank),
-    "_c10d_functional.reduce_scatter_tensor": ("reduce_scatter", _first),
-    "_c10d_functional.reduce_scatter_tensor_out": ("reduce_scatter", _first),
-    "_c10d_functional.reduce_scatter_tensor_coalesced": ("reduce_scatter", _first),
-    "_c10d_functional.all_to_all_single": ("all_to_all", _first),
-    "_c10d_functional.isend": ("send", _first),
-    "_c10d_functional.irecv": ("recv", _first),
+# Operators of c10d take the output first, and those of _c10d_functional take the input first.
+_OPERATORS: Mapping[str, _Operator] = {
+    "c10d.allreduce_": _Operator("all_reduce", 0),
+    "c10d.allreduce_coalesced_": _Operator("all_reduce", 0),
+    "c10d.broadcast_": _Operator("broadcast", 0),
+    "c10d.reduce_": _Operator("reduce", 0),
+    "c10d._allgather_base_": _Operator("all_gather", 0),
+    "c10d.allgather_": _Operator("all_gather", 0),
+    "c10d.allgather_coalesced_": _Operator("all_gather", 0),
+    "c10d.allgather_into_tensor_coalesced_": _Operator("all_gather", 0),
+    "c10d._reduce_scatter_base_": _Operator("reduce_scatter", 1),
+    "c10d.reduce_scatter_": _Operator("reduce_scatter", 1),
+    "c10d.reduce_scatter_tensor_coalesced_": _Operator("reduce_scatter", 1),
+    "c10d.alltoall_base_": _Operator("all_to_all", 1),
+    "c10d.alltoall_": _Operator("all_to_all", 1),
+    "c10d.gather_": _Operator("gather", 1, of_each_rank=True),
+    "c10d.scatter_": _Operator("scatter", 0, of_each_rank=True),
+    "c10d.send": _Operator("send", 0),
+    "c10d.recv_": _Operator("recv", 0),
+    "c10d.recv_any_source_": _Operator("recv", 0),
+    "c10d.barrier": _Operator("barrier", None),
+    "c10d.monitored_barrier_": _Operator("barrier", None),
+    "_c10d_functional.all_reduce": _Operator("all_reduce", 0),
+    "_c10d_functional.all_reduce_": _Operator("all_reduce", 0),
+    "_c10d_functional.all_reduce_coalesced": _Operator("all_reduce", 0),
+    "_c10d_functional.all_reduce_coalesced_": _Operator("all_reduce", 0),
+    "_c10d_functional.broadcast": _Operator("broadcast", 0),
+    "_c10d_functional.broadcast_": _Operator("broadcast", 0),
+    "_c10d_functional.all_gather_into_tensor": _Operator("all_gather", 0, of_each_rank=True),
+    "_c10d_functional.all_gather_into_tensor_out": _Operator("all_gather", 0, of_each_rank=True),
+    "_c10d_functional.all_gather_into_tensor_coalesced": _Operator(
+        "all_gather", 0, of_each_rank=True
+    ),
+    "_c10d_functional.reduce_scatter_tensor": _Operator("reduce_scatter", 0),
+    "_c10d_functional.reduce_scatter_tensor_out": _Operator("reduce_scatter", 0),
+    "_c10d_functional.reduce_scatter_tensor_coalesced": _Operator("reduce_scatter", 0),
+    "_c10d_functional.all_to_all_single": _Operator("all_to_all", 0),
+    "_c10d_functional.isend": _Operator("send", 0),
+    "_c10d_functional.irecv": _Operator("recv", 0),
 }

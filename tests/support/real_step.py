@@ -1,10 +1,12 @@
-"""One real training step of a small Megatron-core GPT on gloo ranks, and the traffic of each rank.
+"""A real training step of a small Megatron-core GPT on gloo ranks, and the traffic of each rank.
 
 The step is that of ``megatron.training`` with its defaults: the pipeline schedule, the gradient
 exchange of ``finalize_model_grads``, and the optimizer's step with gradient clipping. Nothing
-overlaps, so each buffer of gradients is one bucket. Not included is the communication of scripts:
-``pretrain_gpt.py`` broadcasts the batch over tp and averages the loss over dp, and its loop reduces
-two numbers over mp, the success of the step and the norm of the gradients.
+overlaps, so each buffer of gradients is one bucket.
+
+The communication of scripts is left out. ``pretrain_gpt.py`` broadcasts the batch over tp and
+averages the loss over dp. The training loop reduces two numbers over mp: the success of the step
+and the norm of the gradients.
 """
 
 import functools
@@ -136,7 +138,7 @@ def build(case, pg, vp_stage=None, config=None):
 class EvenRouting(TorchDispatchMode):
     """Routes the tokens of each rank to all experts evenly: choice j of token t to (t * k + j) % E.
 
-    So the bytes that ranks send do not depend on the weights.
+    The bytes that ranks send do not depend on the weights then.
     """
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -225,9 +227,14 @@ def _batches(case):
 
 
 def count_step(case, pg):
-    """Train a step in this rank, and return the rows of its traffic."""
+    """Train in this rank, and return the rows of the second step's traffic.
+
+    In the first step, Megatron-core 0.19 also asks all ranks for groups of parameters whose
+    gradients it clips separately.
+    """
     with published(pg), EvenRouting():
         chunks, step = trainer(case, pg)
+        step()
         with count_traffic(pg) as traffic:
             losses = step()
         assert bool(losses) == (pg.rank("pp") == case.pp - 1)

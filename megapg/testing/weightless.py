@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pkgutil
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 from typing_extensions import override
 
 from megapg import torch_private
@@ -40,7 +43,7 @@ def weightless() -> Iterator[None]:
         mock.patch.object(dist, "all_gather_object", _gather_objects),
         mock.patch.object(owner, name, backward),
         _Functions(),
-        _Weightless(),
+        _Weightless(),  # type: ignore[no-untyped-call]
     ):
         yield
 
@@ -81,11 +84,20 @@ class _Functions(TorchFunctionMode):
             kind = args[0].dtype
             name = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
             return f"torch.cuda.{name.get(kind, 'Double')}Tensor"
-        if func is torch.tensor and args:
-            args = (tree_map_only(torch.Tensor, torch.Tensor.item, args[0]), *args[1:])
+        if func is torch.tensor and args and isinstance(args[0], list | tuple):
+            args = (_mapped(torch.Tensor.item, args[0]), *args[1:])
+        if func is F.dropout:
+            return _dropout(*args, **(kwargs or {}))
         if func is torch.Tensor.numpy and (content := _known(args[0])) is not None:
             args = (content, *args[1:])
         return func(*args, **(kwargs or {}))
+
+
+def _dropout(
+    tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    """Drop values by the kernel of a GPU, which keeps one byte for each. That of a CPU keeps more."""
+    return torch.native_dropout(tensor, p, training)[0] if training and p else tensor
 
 
 class _Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -100,27 +112,83 @@ class _Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        name = func._overloadpacket._qualified_op_name.replace("::", ".")
-        given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
-        if name.startswith("c10d."):
-            return _communicate(name, func, args, kwargs)
+        facts = _facts(func)
+        if facts.name.startswith("c10d."):
+            return _communicate(facts.name, func, args, kwargs)
+        given = list(_tensors((*args, *kwargs.values())))
         if given and all(each.device != _META for each in given):
             return func(*args, **kwargs)
-        if name == "aten._local_scalar_dense":
+        if facts.name == "aten._local_scalar_dense":
             known = _known(given[0])
             return torch.zeros((), dtype=given[0].dtype).item() if known is None else known.item()
-        if name == "aten._to_copy" and str(kwargs.get("device")) == "cpu":
+        if facts.name == "aten._to_copy" and str(kwargs.get("device")) == "cpu":
             known = _known(given[0])
             if known is not None:
                 return known.to(kwargs.get("dtype") or known.dtype, copy=True)
-        if torch.Tag.dynamic_output_shape in func.tags or name == "aten.index":
-            return _dynamic(func, args, kwargs)
+        masks = [each for each in given[1:] if each.dtype in (torch.bool, torch.uint8)]
+        if masks if facts.name == "aten.index" else facts.dynamic:
+            return _dynamic(func, args, kwargs, given, masks or given)
         meta = _on_meta(func, args, kwargs)
-        if name == "aten.topk":
+        if facts.name == "aten.topk":
             _evenly(meta[1], args, kwargs)
         else:
             _follow(func, args, kwargs, given, meta)
         return meta
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is looked up of an operator.
+
+    Attributes:
+        name: such as ``aten.add``.
+        device: True if it takes a device.
+        writes: True if it writes into an argument.
+        dynamic: True if the shape of its result depends on content.
+        random: True if its result is random.
+        constant: True if the content of its result does not depend on that of its arguments.
+    """
+
+    name: str
+    device: bool
+    writes: bool
+    dynamic: bool
+    random: bool
+    constant: bool
+
+
+_CONSTANTS = re.compile(r"aten\.(arange|scalar_tensor|(new_)?(full|ones|zeros)(_like)?)$")
+
+
+@functools.cache
+def _facts(func: Any) -> _Facts:
+    name = func._overloadpacket._qualified_op_name.replace("::", ".")
+    return _Facts(
+        name,
+        any(argument.name == "device" for argument in func._schema.arguments),
+        func._schema.is_mutable,
+        torch.Tag.dynamic_output_shape in func.tags,
+        torch.Tag.nondeterministic_seeded in func.tags,
+        _CONSTANTS.match(name) is not None,
+    )
+
+
+def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the values, and in lists and tuples of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _mapped(change: Callable[[torch.Tensor], object], value: Any) -> Any:
+    """Return a value with its tensors changed, also those in lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return type(value)([_mapped(change, each) for each in value])
+    return value
 
 
 def _known(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -146,30 +214,12 @@ def _to_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on the meta device."""
-    args, kwargs = tree_map_only(torch.Tensor, _to_meta, (args, kwargs))
-    if any(argument.name == "device" for argument in func._schema.arguments):
+    args = _mapped(_to_meta, args)
+    kwargs = {name: _mapped(_to_meta, value) for name, value in kwargs.items()}
+    if _facts(func).device:
         kwargs["device"] = _META
     kwargs.pop("pin_memory", None)
     return func(*args, **kwargs)
-
-
-# The content that these create does not depend on the content of their arguments.
-_CONSTANTS = frozenset(
-    f"aten.{name}"
-    for name in [
-        "arange",
-        "full",
-        "full_like",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "ones",
-        "ones_like",
-        "scalar_tensor",
-        "zeros",
-        "zeros_like",
-    ]
-)
 
 
 def _follow(
@@ -180,17 +230,18 @@ def _follow(
     meta: Any,
 ) -> None:
     """Run an operator on known content, and keep the content of its results."""
-    made = [each for each in tree_flatten(meta)[0] if isinstance(each, torch.Tensor)]
-    constant = func._overloadpacket._qualified_op_name.replace("::", ".") in _CONSTANTS
-    known = constant or (given and all(_known(each) is not None for each in given))
-    if func._overloadpacket is torch.ops.aten.arange and made[0].is_floating_point():
-        known = False  # the angles of rotary embeddings are much work, and decide no shape
-    if known and torch.Tag.nondeterministic_seeded not in func.tags and _small(made):
-        results = tree_flatten(_on_content(func, args, kwargs))[0]
-        contents = [each for each in results if isinstance(each, torch.Tensor)]
+    facts = _facts(func)
+    known = facts.constant or (given and all(_known(each) is not None for each in given))
+    if not known and not facts.writes:
+        return
+    made = list(_tensors([meta]))
+    if facts.name == "aten.arange" and made[0].is_floating_point():
+        return  # the angles of rotary embeddings are much work, and decide no shape
+    if known and not facts.random and _small(made):
+        contents = _tensors([_on_content(func, args, kwargs)])
         for each, content in zip(made, contents, strict=True):
             _keep(each, content)
-    elif func._schema.is_mutable:
+    elif facts.writes:
         for each in made:  # the results are the tensors that were written
             _keep(each, None)
 
@@ -208,21 +259,21 @@ def _on_content(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
         return content
 
-    args, kwargs = tree_map_only(torch.Tensor, real, (args, kwargs))
-    if any(argument.name == "device" for argument in func._schema.arguments):
+    args = _mapped(real, args)
+    kwargs = {name: _mapped(real, value) for name, value in kwargs.items()}
+    if _facts(func).device:
         kwargs["device"] = torch.device("cpu")
     return func(*args, **kwargs)
 
 
-def _dynamic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator whose result has a shape that depends on content."""
-    given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
-    masks = [each for each in given[1:] if each.dtype in (torch.bool, torch.uint8)]
-    if func._overloadpacket is torch.ops.aten.index and not masks:
-        meta = _on_meta(func, args, kwargs)
-        _follow(func, args, kwargs, given, meta)
-        return meta
-    deciding = masks or given
+def _dynamic(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: Sequence[torch.Tensor],
+    deciding: Sequence[torch.Tensor],
+) -> Any:
+    """Run an operator whose result has a shape that depends on the content of some tensors."""
     if any(_known(each) is None for each in deciding):
         raise NotImplementedError(f"{func}: the shape of the result depends on unknown content")
     results = _on_content(func, args, kwargs)
@@ -233,7 +284,7 @@ def _dynamic(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _keep(meta, content if known else None)
         return meta
 
-    return tree_map_only(torch.Tensor, hide, results)
+    return _mapped(hide, results)
 
 
 def _evenly(indices: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -250,13 +301,13 @@ def _communicate(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """Call a collective of fake groups without tensors. All ranks count as having equal content."""
     source = None
     if name in ("c10d._allgather_base_", "c10d.allgather_"):
-        source = _known(tree_flatten(args[1])[0][0])
-    outputs = [] if name == "c10d.barrier" else tree_flatten(args[0])[0]
+        source = _known(next(_tensors(args[1:])))
+    outputs = [] if name == "c10d.barrier" else list(_tensors(args[:1]))
     for each in outputs:
         times = each.numel() // max(1, source.numel()) if source is not None else 1
         content = None if source is None else torch.cat([source] * times).view(each.shape)
         _keep(each, content)
-    empty = tree_map_only(torch.Tensor, lambda each: torch.empty(0, dtype=each.dtype), args)
+    empty = _mapped(lambda each: torch.empty(0, dtype=each.dtype), args)
     if name == "c10d.alltoall_base_":  # the sizes of the pieces do not fit any more
         empty = tuple([] if isinstance(each, list) else each for each in empty)
     return func(*empty, **kwargs)
