@@ -6,6 +6,8 @@ from functools import cache
 import pytest
 from real_step import Case, real_steps
 
+pytestmark = pytest.mark.contract
+
 QUICK = [
     # tensor and sequence parallelism
     Case(2, tp=2),
