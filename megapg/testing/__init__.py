@@ -7,6 +7,7 @@ No GPU is needed.
 * :func:`parity` compares the results of a model in other layouts with those of one rank;
 * :func:`megatron_on_cpu` lets Megatron-core train without CUDA;
 * :func:`fake_collection` gives a collection of any layout in one process;
+* :func:`count_traffic` counts the collectives of a block, and their bytes;
 * :func:`refuse_closed_groups` turns the use of a closed group into an error.
 """
 
@@ -22,13 +23,17 @@ if TYPE_CHECKING:
     from megapg.testing.distributed import Ranks, preloaded, run_distributed
     from megapg.testing.fake import fake_collection
     from megapg.testing.strict import refuse_closed_groups
+    from megapg.testing.traffic import Collective, Traffic, count_traffic
 
 # Loaded at first use: the pytest plugin in this package must cost nothing if it has no work.
 _HOMES = {
     "Cell": "megapg.testing.agreement.parity_report",
+    "Collective": "megapg.testing.traffic",
     "LayoutReport": "megapg.testing.agreement.parity_report",
     "ParityReport": "megapg.testing.agreement.parity_report",
     "Ranks": "megapg.testing.distributed",
+    "Traffic": "megapg.testing.traffic",
+    "count_traffic": "megapg.testing.traffic",
     "fake_collection": "megapg.testing.fake",
     "megatron_on_cpu": "megapg.testing.cpu",
     "parity": "megapg.testing.agreement.entry",
@@ -39,9 +44,12 @@ _HOMES = {
 
 __all__ = [
     "Cell",
+    "Collective",
     "LayoutReport",
     "ParityReport",
     "Ranks",
+    "Traffic",
+    "count_traffic",
     "fake_collection",
     "megatron_on_cpu",
     "parity",

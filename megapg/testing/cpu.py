@@ -189,12 +189,13 @@ def _uneven_all_gather(old: Any) -> Any:
 
 
 def _reduce_scatter(old: Any) -> Any:
-    """Sum and scatter pieces, also uneven ones, with a reduction each: some gloo versions can't."""
+    """Sum and scatter pieces, also uneven ones, with a reduction each if gloo can't."""
+    gloo_can = torch_private.version() >= (2, 13)
 
     def reduce_scatter(
         result: Any, pieces: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, **kwargs: Any
     ) -> Any:
-        if kwargs:
+        if kwargs or (gloo_can and len({piece.shape for piece in pieces}) == 1):
             return old(result, pieces, op, group, **kwargs)
         for target, piece in enumerate(pieces):
             summed = piece.clone()

@@ -241,6 +241,7 @@ PRIVATE_AS_TEXT -= {"_fields"}  # a method of named tuples
 # Modules that have such names for another reason.
 NAMES_THEM = {
     "torch_private/__init__.py",
+    "torch_private/collectives.py",
     "torch_private/meshes.py",
     "megatron/vendored/process_groups.py",  # runs in projects without megapg
     "checkpoint/safe_metadata.py",  # names in files, for any installed torch

@@ -68,7 +68,7 @@ def on_two_ranks(tmp_path, source):
 
 def test_there_are_as_many_examples_as_tests_here():
     pages = (BLOCKS, OF_SESSIONS, OF_CHECKPOINTS, OF_WRONG_GROUPS, OF_TENSOR_TYPES)
-    assert [len(page) for page in pages] == [4, 3, 2, 4, 1]
+    assert [len(page) for page in pages] == [4, 3, 2, 5, 1]
     assert [*BY_HAND] == ["where_you_are.py", "see.py", "publish.py", "moved.py", *ON_TWO_RANKS[2:]]
     assert ON_TWO_RANKS[2:] == ["resolve.py", "at_hand.py", "pass.py", "shadow.py", "forbid.py"]
 
@@ -256,6 +256,13 @@ def test_parity_in_a_test(tmp_path):
     script.write_text(OF_WRONG_GROUPS[3])
     ran = captured([sys.executable, str(script)], cwd=tmp_path, timeout=240)
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.contract
+def test_the_traffic_of_a_model(tmp_path):
+    (printed,) = on_ranks(tmp_path, OF_WRONG_GROUPS[4], world_size=1, name="traffic.py")
+    table = shown(WRONG_GROUPS, "text")[-1]
+    assert printed.split() == table.split()
 
 
 @pytest.mark.contract

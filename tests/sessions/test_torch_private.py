@@ -21,7 +21,7 @@ from megapg.layout import ParallelLayout
 from megapg.ownership.opening import fake_session
 from megapg.rendezvous import sockets
 from megapg.testing import fake_collection, run_distributed
-from megapg.torch_private import meshes
+from megapg.torch_private import collectives, meshes
 
 pytestmark = [pytest.mark.contract, pytest.mark.torch]
 
@@ -370,7 +370,7 @@ def test_the_oldest_torch_is_the_one_that_is_asked_for():
 
 
 def test_each_function_says_what_would_take_its_place():
-    files = (torch_private.__file__, meshes.__file__)
+    files = (torch_private.__file__, collectives.__file__, meshes.__file__)
     nodes = [node for file in files for node in ast.parse(Path(file).read_text()).body]
     # A class is covered by the docstring of the function that creates its objects.
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
@@ -387,3 +387,38 @@ def test_each_function_says_what_would_take_its_place():
 def test_meshes_are_had_where_torch_lays_them_out_as_ours_do():
     layout = getattr(import_module("torch.distributed.device_mesh"), "_MeshLayout", None)
     assert meshes.can_mesh() is hasattr(layout, "collapse")
+
+
+# Operators with a group that are not counted. Those of autograd call counted ones. torch.compile
+# alone calls the other.
+NOT_COUNTED = {
+    "_c10d_functional_autograd.all_gather_into_tensor",
+    "_c10d_functional_autograd.all_to_all_single",
+    "_c10d_functional_autograd.reduce_scatter_tensor",
+    "_c10d_functional.batch_p2p_ops",
+}
+
+
+def test_every_operator_with_a_group_is_known():
+    operators = {
+        schema.name.replace("::", ".")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.partition("::")[0] in ("c10d", "_c10d_functional")
+        or schema.name.startswith("_c10d_functional_autograd")
+        if {"process_group", "group_name"} & {each.name for each in schema.arguments}
+    }
+    assert len(operators) > 30
+    assert operators - NOT_COUNTED <= collectives._OPERATORS.keys()
+
+
+def test_calls_of_collectives_are_watched():
+    calls = []
+    with fake_collection(tp=2) as pg:
+        with collectives.watched(calls.append):
+            dist.all_reduce(torch.zeros(4), group=pg.tp)
+            dist.gather(torch.zeros(4), [torch.zeros(4)] * 2, 0, group=pg.tp)
+        dist.barrier(group=pg.tp)
+        assert calls == [
+            collectives.Call("all_reduce", pg.tp, 16),
+            collectives.Call("gather", pg.tp, 32),
+        ]
