@@ -5,6 +5,8 @@ from functools import cache
 
 from real_step import Case
 
+pytestmark = pytest.mark.contract
+
 QUICK = [
     # tensor and sequence parallelism
     Case(2, tp=2),
