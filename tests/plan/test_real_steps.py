@@ -3,7 +3,10 @@
 from collections import Counter
 from functools import cache
 
-from real_step import Case
+import pytest
+from real_step import Case, real_steps
+
+pytestmark = pytest.mark.contract
 
 pytestmark = pytest.mark.contract
 
