@@ -94,6 +94,7 @@ class Stage:
             if place not in alike:
                 alike[place] = self._microbatch(chunk, {*weights, *gradients})
             ran.append(alike[place])
+        optimizer.step()  # the first step has more collectives in Megatron-core 0.19
         with count_traffic(self._pg) as traffic:
             tokens = torch.zeros(1, dtype=torch.int) if self._per_token else None
             groups = schedule_collection(self._pg)

@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from real_step import Case, EvenRouting, real_steps
+from test_real_steps import LARGE, QUICK
 
 from megapg.layout import ParallelLayout
 from megapg.megatron import published
@@ -25,7 +26,6 @@ from megapg.plan.pipeline import most_kept, passes
 from megapg.plan.saved import Saved, storages
 from megapg.plan.training import Job
 from megapg.testing import fake_collection, megatron_on_cpu
-from test_real_steps import LARGE, QUICK
 
 CLUSTER = load_cluster("H100-8")
 
