@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -181,10 +182,16 @@ def plan(
             order=order,
             optimizer_instances=optimizer_instances,
         )
-        job = _job(
-            model, layout, seq_length, micro_batch_size, microbatches, recompute, plain_optimizer
-        )
-        with _status() as progress:
+        with _progress() as progress:
+            job = _job(
+                model,
+                layout,
+                seq_length,
+                micro_batch_size,
+                microbatches,
+                recompute,
+                plain_optimizer,
+            )
             made = make_plan(layout, cluster, rank=rank, job=job, say=progress)
         fields = [cast("GroupName", each) for each in field or ()]
         picture = made.picture(fields, rank, nodes=64) if fields else made.picture(rank=rank)
@@ -239,11 +246,13 @@ def _job(
 
 
 @contextmanager
-def _status() -> Iterator[Callable[[str], None]]:
+def _progress() -> Iterator[Callable[[str], None]]:
     """Show lines of progress on the standard error, if it is a terminal."""
     console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status("building the model") as status:
-        yield status.update
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="megatron")  # of packages for GPUs
+        if not console.is_terminal:
+            yield lambda _: None
+            return
+        with console.status("building the model") as status:
+            yield lambda text: status.update(f"building the model: {text}")

@@ -100,12 +100,14 @@ def memory_of(layout: ParallelLayout, cluster: Cluster, training: Training) -> M
 
 
 def _assumptions(training: Training) -> str:
-    job = training.job
+    job, stage = training.job, training.fullest
+    bits = 8 * stage.parameters // max(1, stage.weights)
     kind = "distributed" if job.distributed_optimizer else "plain"
     experts = ", equally many tokens for each expert" * bool(training.fields & {"ep", "tp_ep"})
     return (
         f"Counted on the model that Megatron-core {version('megatron-core')} builds. Assumed: "
-        f"bf16, Adam with fp32 state ({kind} optimizer), recomputation: {job.recompute}{experts}."
+        f"parameters of {bits} bits, Adam with fp32 state ({kind} optimizer), recomputation: "
+        f"{job.recompute}{experts}."
     )
 
 

@@ -38,7 +38,7 @@ def find_in_training(
     found = list(known)
     if layout.ep > 1 and not training.fields & {"ep", "tp_ep"}:
         found = [each for each in known if each.code != "ep-leaves-nvlink"]
-        what = f"{training.job.model} has no experts, so no group of ep communicates."
+        what = f"no group of ep communicates: {training.job.model} has no experts."
         found.append(Finding("no-experts", what, f"Leave out --ep {layout.ep}."))
     step = _Step(layout, cluster, training, measure)
     return [*found, *_out_of_memory(step), *_uneven(step), *_communicators(training)]

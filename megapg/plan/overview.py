@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -178,8 +177,7 @@ def _measure(
 ) -> Callable[[ParallelLayout, Job], Training]:
     """Return a function that counts a step of the job's model."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # Megatron-core misses packages of GPUs
-            from megapg.plan.measure import measure
+        from megapg.plan.measure import measure
     except ImportError as error:
         raise PlanError(f"{error}. {_NEEDS}") from error
     model = find_model(job.model)

@@ -97,6 +97,7 @@ class Stage:
                 run = partial(self._microbatch, chunk, {*weights, *gradients})
                 alike[place] = run_layers(chunk, run)
             ran.append(alike[place])
+        optimizer.step()  # the first step has more collectives in Megatron-core 0.19
         with count_traffic(self._pg) as traffic:
             tokens = torch.zeros(1, dtype=torch.int) if self._per_token else None
             groups = schedule_collection(self._pg)

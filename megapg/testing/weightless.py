@@ -96,7 +96,7 @@ class _Functions(TorchFunctionMode):
 def _dropout(
     tensor: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> torch.Tensor:
-    """Drop values by the kernel of a GPU, which keeps one byte for each. That of a CPU keeps more."""
+    """Drop values by the kernel of a GPU, which keeps one byte for each value."""
     return torch.native_dropout(tensor, p, training)[0] if training and p else tensor
 
 

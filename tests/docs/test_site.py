@@ -68,7 +68,8 @@ def test_the_reference_is_found() -> None:
 def test_the_reference_has_every_public_name(package: str) -> None:
     if package in DOCUMENTED:
         return
-    shown = [object_at(path) for path in DOCUMENTED]
+    # megapg.ray can't be imported without Ray. No package lists its names.
+    shown = [object_at(path) for path in DOCUMENTED if not path.startswith("megapg.ray.")]
     of_modules = [vars(each).values() for each in shown if inspect.ismodule(each)]
     known = {id(each) for each in chain(shown, *of_modules)}
     home = importlib.import_module(package)

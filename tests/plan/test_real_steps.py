@@ -3,7 +3,12 @@
 from collections import Counter
 from functools import cache
 
-from real_step import Case
+import pytest
+from real_step import Case, real_steps
+
+pytestmark = pytest.mark.contract
+
+pytestmark = pytest.mark.contract
 
 QUICK = [
     # tensor and sequence parallelism

@@ -84,7 +84,7 @@ def test_the_terminal_needs_80_columns_and_no_colour():
     words = " ".join(text.split())
     assert "Stage 0 is the fullest: 69.0 GB, 86% of the 80 GB of a GPU." in words
     assert "A step has 32 samples of 8,192 tokens, 16 microbatches of 1 for each of dp=2." in words
-    assert "bf16, Adam with fp32 state (distributed optimizer), recomputation: selective." in words
+    assert "Adam with fp32 state (distributed optimizer), recomputation: selective." in words
 
 
 def test_a_bar_is_as_long_as_its_bytes():
@@ -354,3 +354,46 @@ def test_what_does_not_exist_or_fit_exits_with_2(arguments, message, tmp_path):
     done = cli.megapg("plan", *words, at=tmp_path, COLUMNS="200")
     assert done.returncode == 2
     assert message in done.stderr.decode()
+
+
+@pytest.mark.contract
+def test_the_command_counts_a_step_of_a_model(tmp_path):
+    words = "--world-size 64 --tp 4 --pp 2 --ep 2 --cluster 8xH100-8 --model llama3-8b"
+    files = ("--svg", "plan.svg", "--html", "plan.html")
+    done = cli.megapg("plan", *words.split(), "--rank", 5, "--json", *files, at=tmp_path)
+    assert (done.returncode, done.stderr) == (0, b"")
+    found = json.loads(done.stdout)
+    check_schema(found, SCHEMA)
+    step = found["training"]
+    padded = 2 * 256 * 4096  # tp=4 divides the vocabulary into multiples of 128
+    assert step["weights"] == 8_030_261_248 + padded
+    assert sum(stage["weights"] * 4 for stage in step["stages"]) >= step["weights"]
+    assert (step["job"]["seq_length"], step["job"]["microbatches"]) == (8192, 8)
+    for stage in step["stages"]:
+        assert stage["parameters"] == 2 * stage["weights"]
+        assert stage["gradients"] == 4 * stage["weights"]
+    assert "no-experts" in [each["code"] for each in found["findings"]]
+    root = ElementTree.parse(tmp_path / "plan.svg").getroot()
+    assert sum(each.get("class") == "bar" for each in root.iter(f"{SVG}g")) == 2
+    assert "<h2>Traffic of rank 5 in one step</h2>" in (tmp_path / "plan.html").read_text()
+
+
+@pytest.mark.contract
+def test_a_cure_that_is_named_fits(tmp_path):
+    words = "plan --world-size 64 --tp 4 --pp 2 --model llama3-70b --json"
+
+    def codes(*more):
+        done = cli.megapg(*words.split(), *more, at=tmp_path)
+        found = json.loads(done.stdout)["findings"]
+        return {each["code"]: each["cure"] for each in found}
+
+    cure = codes()["out-of-memory"]
+    assert cure.startswith("--recompute full fits.")
+    assert "out-of-memory" not in codes("--recompute", "full")
+
+
+def test_a_model_that_does_not_fit_the_layout_exits_with_2(tmp_path):
+    words = "plan --world-size 56 --tp 7 --model llama3-8b"
+    done = cli.megapg(*words.split(), at=tmp_path)
+    assert done.returncode == 2
+    assert "error --model llama3-8b: " in done.stderr.decode()

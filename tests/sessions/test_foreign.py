@@ -158,7 +158,8 @@ def test_a_missing_foreign_rank_is_named(forge, address):
 def test_vllm_exchanges_objects_over_a_shared_store(address):
     """vLLM's group holds no torch group: it exchanges objects over a store, which may be ours."""
     tree = unpacked("vllm", "0.33.0")
-    needed = [str(unpacked(*each)) for each in (("pyzmq", "27.3.0"), ("regex", "2026.11.19"))]
+    imported = ("pyzmq", "27.3.0"), ("regex", "2026.11.19"), ("urllib3", "2.8.0")
+    needed = [str(unpacked(*each)) for each in imported]
     host, _, port = address.removeprefix("tcp://").partition(":")
     invitation = megapg.Invitation(host, int(port), 0, 3, "", "")
     with Foreign("vllm", tree, 3, PYTHONPATH=os.pathsep.join(needed)) as ranks:
