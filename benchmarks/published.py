@@ -186,8 +186,8 @@ TRAININGS = (
 
 NOTES = (
     "The fullest rank holds parameters of bfloat16, gradients of float32, the states of Adam, "
-    "activations, and at least or at most what communicators take. The plans have sequence parallelism if "
-    "tp > 1, and a distributed optimizer except for Narayanan et al.",
+    "activations, and what communicators take, at least and at most. The plans have sequence "
+    "parallelism if tp > 1, and a distributed optimizer except for Narayanan et al.",
     "Published gradients: Megatron-Bridge's recipes hold them in bfloat16, and Llama 3 shards them "
     "over data parallel ranks. Plans can do neither.",
     "Not planned, either: FP8; moments of bfloat16 and recomputed up projections of DeepSeek-V3; "
@@ -303,7 +303,7 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true")
     given = parser.parse_args()
     made = table(given.which, places=given.places)
-    print(made.markdown()) if given.markdown else made.print(Console(width=160))
+    print(made.markdown()) if given.markdown else made.print(Console(width=200))
 
 
 if __name__ == "__main__":
