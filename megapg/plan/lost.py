@@ -1,0 +1,89 @@
+"""The time that a training step loses to traffic, to the bubble and to recomputation, at least."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megapg.layout import ParallelLayout
+from megapg.plan.cluster import Cluster
+from megapg.plan.training import Flow, Job, StageCost
+
+# What a rank sends of a buffer on its way through a ring of n ranks, in (n - 1) / n of its bytes.
+# What a rank receives, another one sends.
+_SENT = {"all_reduce": 2, "recv": 0, "barrier": 0}
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The time of a step without the model's arithmetic, if links are at peak and nothing overlaps.
+
+    Attributes:
+        network_bytes: bytes that a rank of the slowest stage sends over the network.
+        nvlink_bytes: bytes that it sends over NVLink.
+        traffic: ``network_bytes / network_gb_s + nvlink_bytes / nvlink_gb_s``, in seconds.
+        bubble: share of the arithmetic's time that the pipeline waits:
+            ``(pp - 1) / (microbatches * vpp)``.
+        seconds: those of traffic, of the bubble, and of layers that are computed again: a third of
+            the arithmetic's time if all are.
+    """
+
+    network_bytes: float
+    nvlink_bytes: float
+    traffic: float
+    bubble: float
+    seconds: float
+
+
+def time_lost(
+    layout: ParallelLayout,
+    cluster: Cluster,
+    job: Job,
+    stages: Sequence[StageCost],
+    arithmetic: float,
+) -> Lost:
+    """Return the time that the slowest stage loses.
+
+    Args:
+        layout: the layout.
+        cluster: the machines.
+        job: what is trained.
+        stages: their traffic.
+        arithmetic: least seconds of a step's arithmetic.
+    """
+
+    def seconds(sent: tuple[float, float]) -> float:
+        network, nvlink = cluster.network_gb_s.value, cluster.nvlink_gb_s.value
+        return sent[0] / (network * 1e9) + sent[1] / (nvlink * 1e9)
+
+    sent = max((_sent(layout, cluster, stage) for stage in stages), key=seconds)
+    bubble = (layout.pp - 1) / (job.microbatches * (layout.vpp or 1))
+    again = (job.recompute == "full") / 3
+    total = seconds(sent) + arithmetic * (again + bubble * (1 + again))
+    return Lost(*sent, seconds(sent), bubble, total)
+
+
+def _sent(layout: ParallelLayout, cluster: Cluster, stage: StageCost) -> tuple[float, float]:
+    """Return the bytes that a rank sends over the network and over NVLink."""
+    network = nvlink = 0.0
+    for flow in stage.flows:
+        group = layout.members(flow.field, stage.rank)
+        sent = float(flow.bytes * _SENT.get(flow.collective, 1))
+        if flow.collective != "send":
+            sent *= (len(group) - 1) / len(group)
+        share = _share_of_network(cluster, flow, group)
+        network += sent * share
+        nvlink += sent * (1 - share)
+    return network, nvlink
+
+
+def _share_of_network(cluster: Cluster, flow: Flow, group: Sequence[int]) -> float:
+    """Return the share of a ring's steps, or of all pairs, that leaves NVLink and the node."""
+    block = max(cluster.node_size, cluster.domain_size)
+    blocks = [rank // block for rank in group]
+    if flow.collective == "all_to_all":
+        inside = sum(count * (count - 1) for count in Counter(blocks).values())
+        return 1 - inside / max(1, len(group) * (len(group) - 1))
+    return sum(map(operator.ne, blocks, blocks[1:] + blocks[:1])) / len(group)
