@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -43,6 +44,7 @@ _MODEL, _OUTPUT = "Model", "Output"
 
 @add_to(app)
 def plan(
+    ctx: typer.Context,
     world_size: Annotated[int, _size("Number of ranks.")],
     tp: Annotated[int, _size("Tensor parallel size.")] = 1,
     pp: Annotated[int, _size("Pipeline parallel size.")] = 1,
@@ -101,6 +103,19 @@ def plan(
             "distributed over dp.",
         ),
     ] = False,
+    suggest: Annotated[
+        bool,
+        typer.Option(
+            "--suggest",
+            rich_help_panel="Suggestions",
+            help="List the ten layouts that fit and lose the least time to traffic and to waiting. "
+            "Sizes that you give are kept. Needs --model.",
+        ),
+    ] = False,
+    global_batch_size: Annotated[
+        int | None,
+        _size("Samples of a step, with --suggest.", "Suggestions", "about 4 million tokens"),
+    ] = None,
     field: Annotated[
         list[str] | None,
         typer.Option(
@@ -164,13 +179,20 @@ def plan(
     Example: megapg plan --world-size 64 --tp 8 --pp 4 --model llama3-70b --svg plan.svg
 
     Example: megapg plan --world-size 16 --tp 4 --pp 2 --model train.py:build --rank 5
+
+    Example: megapg plan --world-size 64 --cluster 8xH100-8 --model llama3-70b --suggest
     """
+    if bad := _misplaced(ctx, suggest=suggest):
+        refuse(bad)
     try:
         from megapg.cli.plan_screen import show
         from megapg.plan import make_plan
         from megapg.plan.page import to_html
         from megapg.plan.svg import to_svg
 
+        if suggest:
+            _suggest(ctx, cluster, as_json=as_json)
+            return
         layout = ParallelLayout(
             world_size=world_size,
             tp=tp,
@@ -209,6 +231,59 @@ def plan(
         refuse(f"{error.filename}: {error.strerror}.")
     for file in filter(None, (svg, html)):
         say("wrote", "green", str(file))
+
+
+_KEPT = ("tp", "pp", "cp", "ep", "expt_tp", "vpp", "order", "optimizer_instances")
+_ONE_LAYOUT = ("microbatches", "field", "rank", "svg", "html")
+
+
+def _misplaced(ctx: typer.Context, *, suggest: bool) -> str:
+    """Return what is wrong with the options of ``--suggest``; empty if nothing is."""
+    given = _given(ctx, ("global_batch_size", "model", *_ONE_LAYOUT))
+    if not suggest:
+        return "--global-batch-size: only with --suggest." if "global_batch_size" in given else ""
+    if "model" not in given:
+        return "--suggest: only with --model."
+    wrong = [f"--{name}" for name in _ONE_LAYOUT if name in given]
+    return f"{', '.join(wrong)}: not with --suggest, which looks at many layouts." if wrong else ""
+
+
+def _given(ctx: typer.Context, names: Iterable[str]) -> dict[str, Any]:
+    """Return the options that the user has written, by their names here."""
+    sources = {name: ctx.get_parameter_source(name) for name in names}
+    written = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    return {name: ctx.params[name] for name in written}
+
+
+def _suggest(ctx: typer.Context, named: str, *, as_json: bool) -> None:
+    """Print the first layouts that fit."""
+    from megapg.plan import load_cluster, make_plan
+
+    options, cluster = ctx.params, load_cluster(named)
+    names = ("seq_length", "micro_batch_size", "microbatches", "recompute", "plain_optimizer")
+    job = _job(options["model"], ParallelLayout(world_size=1), *(options[name] for name in names))
+    assert job is not None  # _misplaced has refused a missing model
+    make_plan(ParallelLayout(world_size=options["world_size"]), cluster)  # refuses too few GPUs
+    with _progress() as progress:
+        from megapg.cli import plan_suggest
+        from megapg.plan.models import find_model
+        from megapg.plan.suggest import suggest
+
+        made = suggest(
+            options["world_size"],
+            cluster,
+            find_model(job.model),
+            job,
+            samples=options["global_batch_size"],
+            given=_given(ctx, _KEPT),
+            recompute=[job.recompute] if options["recompute"] else [],
+            say=progress,
+        )
+    if as_json:
+        first = replace(make_plan(made.found[0].layout, cluster), training=made.found[0].training)
+        print_json(first.as_json() | {"suggestions": plan_suggest.as_json(made, named, job)})
+    else:
+        plan_suggest.show(made, cluster, named, job, Console(highlight=False))
 
 
 def _job(

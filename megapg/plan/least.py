@@ -29,7 +29,8 @@ class Shape:
         heads: what tensor parallelism has to divide.
         experts: number of experts of a layer; 0 if there are none.
         routed: times that a token is sent to experts.
-        kept: numbers that the backward pass needs of a token, at least: inputs of matrix products.
+        kept: numbers that the backward pass needs of a token in a layer, at least: the inputs of
+            matrix products.
         weights: number of parameters without experts.
         expert_weights: number of parameters of all experts.
         active: number of parameters that a token is multiplied with.
@@ -86,7 +87,7 @@ def look_at(model: Model, job: Job) -> Shape:
         heads=divided,
         experts=experts,
         routed=topk * (config.moe_token_dispatcher_type == "alltoall"),
-        kept=layers * attention + (layers - moe_layers) * dense + moe_layers * expert,
+        kept=attention + min([dense] * (layers > moe_layers) + [expert] * (moe_layers > 0)),
         weights=every - expert_weights,
         expert_weights=expert_weights,
         active=every - looked_up - idle,
@@ -134,15 +135,21 @@ def least(layout: ParallelLayout, job: Job, shape: Shape) -> StageCost:
 
 
 def _kept(layout: ParallelLayout, job: Job, shape: Shape) -> int:
-    """Return the bytes that the backward pass of the first stage keeps at a time, or less."""
-    whole = shape.layers * shape.hidden if job.recompute == "full" else shape.kept
+    """Return the bytes that the backward pass of a stage keeps at a time, or less.
+
+    The stage is the first. It is the second if stages cannot be equal, as the first one may have
+    fewer layers.
+    """
     pp, chunks = layout.pp, layout.vpp or 1
+    uneven = shape.layers % (pp * chunks) > 0
     ahead = pp if chunks == 1 else 2 * (pp - 1) + (chunks - 1) * pp + 1
-    if shape.layers % (pp * chunks):
-        ahead = chunks  # other stages may have more layers
-    ahead = min(ahead, job.microbatches * chunks)
+    if uneven:
+        ahead -= 1 if chunks == 1 else 2
+    each = shape.layers // (pp * chunks) + (uneven and pp > 2)
+    layers = each * min(ahead, job.microbatches * chunks)
     tokens = job.micro_batch_size * job.seq_length // layout.cp
-    return shape.bytes[0] * tokens * whole * ahead // (layout.tp * pp * chunks)
+    kept = shape.hidden if job.recompute == "full" else shape.kept
+    return shape.bytes[0] * tokens * kept * layers // layout.tp
 
 
 def _flows(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,4 +86,4 @@ def _share_of_network(cluster: Cluster, flow: Flow, group: Sequence[int]) -> flo
     if flow.collective == "all_to_all":
         inside = sum(count * (count - 1) for count in Counter(blocks).values())
         return 1 - inside / max(1, len(group) * (len(group) - 1))
-    return sum(map(operator.ne, blocks, blocks[1:] + blocks[:1])) / len(group)
+    return sum(a != b for a, b in itertools.pairwise([*blocks, blocks[0]])) / len(group)

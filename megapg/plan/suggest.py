@@ -174,9 +174,9 @@ class _Search:
         refused: PlanError | None = None
         while waiting:
             key, layout, microbatches, place = heapq.heappop(waiting)
-            if first and found[first - 1 : first] and key > found[first - 1].key:
-                if until is None or until in (each.layout for each in found):
-                    break
+            enough = first and found[first - 1 : first] and key > found[first - 1].key
+            if enough and (until is None or until in (each.layout for each in found)):
+                break
             say(f"{self.measured} layouts measured, at most {len(waiting) + 1} to go")
             job = replace(self._jobs[place], microbatches=microbatches)
             try:
