@@ -126,8 +126,8 @@ def _formulas(made: Suggestions, cluster: Cluster, job: Job) -> Iterator[str]:
         "the bytes, and twice as much for an all-reduce."
     )
     yield (
-        f"arithmetic = 6 x {made.active / 1e9:.1f}e9 weights x {tokens / 1e6:.2f}e6 tokens / ({ranks:,} x "
-        f"{cluster.bf16_tflops.value:g} TFLOPS) = {made.arithmetic:.2f} s"
+        f"arithmetic = 6 x {made.active / 1e9:.1f}e9 weights x {tokens / 1e6:.2f}e6 tokens / "
+        f"({ranks:,} x {cluster.bf16_tflops.value:g} TFLOPS) = {made.arithmetic:.2f} s"
     )
     yield (
         "bubble = (pp - 1) / (mb x vpp) of the arithmetic. again = 1/3 of it for full, else 0; "

@@ -148,8 +148,10 @@ def _kept(layout: ParallelLayout, job: Job, shape: Shape) -> int:
     each = shape.layers // (pp * chunks) + (uneven and pp > 2)
     layers = each * min(ahead, job.microbatches * chunks)
     tokens = job.micro_batch_size * job.seq_length // layout.cp
-    kept = shape.hidden if job.recompute == "full" else shape.kept
-    return shape.bytes[0] * tokens * kept * layers // layout.tp
+    kept = shape.kept * layers
+    if job.recompute == "full":  # the inputs of all layers, and one layer that is computed again
+        kept = shape.hidden * (layers - 1) + shape.kept
+    return shape.bytes[0] * tokens * kept // layout.tp
 
 
 def _flows(

@@ -219,8 +219,14 @@ class _Search:
                         yield layout, microbatches
 
     def _divides(self, layout: ParallelLayout, microbatches: int) -> bool:
-        """True if tokens can be divided among cp and tp, and microbatches and layers among vpp."""
+        """True if tokens can be divided among cp and tp, and microbatches and layers among vpp.
+
+        If ep is 1, Megatron-core reduces gradients of experts like those of dense layers, which is
+        wrong unless expt_tp is tp.
+        """
         if self._jobs[0].seq_length % (2 * layout.cp * layout.tp):
+            return False
+        if self.shape.experts and layout.ep == 1 and layout.expt_tp != layout.tp:
             return False
         missing = -self.shape.layers % (layout.pp * (layout.vpp or 1))
         return layout.vpp is None or (microbatches % layout.pp == 0 and missing in (0, 2))

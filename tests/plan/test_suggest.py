@@ -1,0 +1,274 @@
+"""Suggestions: the layouts that fit, in the order of the time that they lose."""
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import re
+import resource
+from dataclasses import replace
+from pathlib import Path
+
+import commands as cli
+import pytest
+from schemas import check_schema
+
+import megapg.plan
+from megapg.errors import PlanError
+from megapg.plan import Quantity, load_cluster
+from megapg.plan.least import least, look_at
+from megapg.plan.lost import time_lost
+from megapg.plan.measure import measure
+from megapg.plan.models import find_model
+from megapg.plan.suggest import _Search, default_samples, suggest
+from megapg.plan.training import Job
+
+SCHEMA = json.loads(Path(megapg.plan.__file__).with_name("schema.json").read_text())
+CLUSTER = """
+gpus_per_node = 2
+nvlink_domain = 2
+memory_gb = 9
+nvlink_gb_s = 100
+network_gb_s = 10
+bf16_tflops = 100
+"""
+MODEL = """
+seq_length = 1024
+{more}
+[model]
+vocab_size = 32000
+position_embedding_type = "rope"
+share_embeddings_and_output_weights = false
+[config]
+num_layers = {layers}
+hidden_size = 2048
+ffn_hidden_size = 8192
+num_attention_heads = 16
+activation_func = "silu"
+gated_linear_unit = true
+normalization = "RMSNorm"
+add_bias_linear = false
+hidden_dropout = 0.0
+attention_dropout = 0.0
+"""
+GROUPS = "num_query_groups = 2\n"
+EXPERTS = """
+num_moe_experts = 2
+moe_router_topk = 1
+moe_ffn_hidden_size = 4096
+moe_router_load_balancing_type = "aux_loss"
+moe_aux_loss_coeff = 0.02
+"""
+LATENT = """
+multi_latent_attention = true
+q_lora_rank = 512
+kv_lora_rank = 256
+qk_head_dim = 128
+qk_pos_emb_head_dim = 64
+v_head_dim = 128
+"""
+MODELS = {
+    "dense": MODEL.format(more="", layers=4) + GROUPS,
+    "experts": MODEL.format(more="", layers=2) + GROUPS + EXPERTS,
+    "latent": MODEL.format(more="first_dense_layers = 1", layers=2) + EXPERTS + LATENT,
+}
+KINDS = ["dense", "experts", pytest.param("latent", marks=pytest.mark.slow)]
+SAMPLES = 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("suggest")
+    for name, text in MODELS.items():
+        (made / f"{name}.toml").write_text(text)
+    (made / "small.toml").write_text(CLUSTER)
+    return made
+
+
+@pytest.fixture(scope="module")
+def cluster(folder):
+    return load_cluster(str(folder / "small.toml"))
+
+
+def suggested(folder, cluster, name, **options):
+    model = find_model(str(folder / f"{name}.toml"))
+    job = Job(model=model.name, seq_length=model.seq_length)
+    return suggest(4, cluster, model, job, **{"samples": SAMPLES, **options})
+
+
+@functools.cache
+def every_layout(folder, name, cluster):
+    """Return each layout with its training, by recomputation, and the search that has it."""
+    model = find_model(str(folder / f"{name}.toml"))
+    jobs = [
+        Job(model=model.name, seq_length=model.seq_length, recompute=each)
+        for each in ("none", "full")
+    ]
+    search = _Search(4, cluster, model, jobs, SAMPLES, {}, 4e14)
+    found = []
+    for layout, microbatches in search._layouts(4):
+        own = [replace(job, microbatches=microbatches) for job in jobs]
+        with contextlib.suppress(PlanError):  # the layers cannot be divided
+            found.append([(layout, job, measure(layout, cluster, model, job)) for job in own])
+    return search, found
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_no_layout_holds_or_loses_less_than_its_bound(name, folder, cluster):
+    search, found = every_layout(folder, name, cluster)
+    for layout, job, training in itertools.chain(*found):
+        bound = least(layout, job, search.shape)
+        held = max(each.total - each.communicators[1] for each in training.stages)
+        assert 0.5 * held < bound.total <= held, layout
+        lost, lower = (
+            time_lost(layout, cluster, job, stages, search.arithmetic)
+            for stages in (training.stages, [bound])
+        )
+        assert 0.3 * lost.seconds < lower.seconds <= lost.seconds * (1 + 1e-9), layout
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_first_ones_are_those_of_measuring_every_layout(name, folder, cluster):
+    search, found = every_layout(folder, name, cluster)
+    expected = []
+    for rungs in found:
+        for layout, job, training in rungs:
+            if training.fullest.total <= cluster.memory_gb.value * 1e9:
+                lost = time_lost(layout, cluster, job, training.stages, search.arithmetic)
+                expected.append((lost.seconds, layout.tp, layout.pp, layout, job))
+                break
+    expected.sort(key=lambda each: each[:3])
+    assert 4 <= len(expected) < len(found)  # some do not fit
+    made = suggested(folder, cluster, name, first=3)
+    assert [(each.layout, each.training.job) for each in made.found] == [
+        each[3:] for each in expected[:3]
+    ]
+    assert made.measured < 2 * len(found)
+    assert made == suggested(folder, cluster, name, first=3)
+    for each in made.found:
+        job = each.training.job
+        assert job.microbatches * job.micro_batch_size * each.layout.dp == SAMPLES
+    last = expected[-1][3]
+    everything = suggested(folder, cluster, name, until=last)
+    assert everything.place_of(last) == len(everything.found) == len(expected)
+
+
+def test_more_memory_keeps_every_layout(folder, cluster):
+    def found(memory):
+        machines = replace(cluster, memory_gb=Quantity(memory, "test"))
+        made = suggested(folder, machines, "dense", first=None).found
+        return {each.layout: each.lost.seconds for each in made}
+
+    little, much = found(cluster.memory_gb.value), found(2 * cluster.memory_gb.value)
+    assert little.keys() < much.keys()
+    assert all(much[layout] <= little[layout] for layout in little)
+
+
+def test_a_slower_network_moves_down_only_layouts_that_use_it_more(folder, cluster):
+    slow = replace(cluster, network_gb_s=Quantity(cluster.network_gb_s.value / 2, "test"))
+    before = suggested(folder, cluster, "dense", first=None).found
+    after = suggested(folder, slow, "dense", first=None)
+    assert len({each.lost.network_bytes for each in before}) > 2
+    for first, second in itertools.combinations(before, 2):
+        if first.lost.network_bytes <= second.lost.network_bytes:
+            assert after.place_of(first.layout) < after.place_of(second.layout)
+
+
+def test_given_sizes_are_kept(folder, cluster):
+    made = suggested(folder, cluster, "dense", given={"tp": 2, "vpp": None})
+    assert {(each.layout.tp, each.layout.vpp) for each in made.found} == {(2, None)}
+    assert {each.layout.pp for each in made.found} == {1, 2}
+    made = suggested(folder, cluster, "dense", recompute=["full"])
+    assert {each.training.job.recompute for each in made.found} == {"full"}
+
+
+def test_a_reason_is_given_if_nothing_fits(folder, cluster):
+    tiny = replace(cluster, memory_gb=Quantity(4.2, "test"))
+    with pytest.raises(PlanError) as caught:
+        suggested(folder, tiny, "dense")
+    words = r"no layout fits. The nearest one lacks 0\.\d GiB or more: (.*) --recompute full\. "
+    found = re.fullmatch(words + r"--world-size (\d+) may be enough\.", str(caught.value))
+    assert found, caught.value
+    assert int(found[2]) in (8, 16)
+    with pytest.raises(PlanError, match="no layout has these sizes"):
+        suggested(folder, cluster, "dense", given={"tp": 3})
+    with pytest.raises(PlanError, match="no layout has these sizes"):
+        suggested(folder, cluster, "dense", samples=1, given={"tp": 1, "pp": 1})
+    with pytest.raises(PlanError, match=r"has no bf16_tflops: the dense bfloat16 arithmetic"):
+        suggested(folder, replace(cluster, bf16_tflops=None), "dense")
+
+
+def test_a_function_without_recomputation_is_not_asked_for_it(tmp_path, cluster):
+    """The errors of its author are shown."""
+    file = tmp_path / "own.py"
+    file.write_text("def build(pg):\n    raise ValueError('no such layer')\n")
+    model = find_model(f"{file}:build")
+    with pytest.raises(PlanError, match="no such layer"):
+        suggest(4, cluster, model, Job(model=model.name, seq_length=64))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "seq_length", "samples"),
+    [(64, 8192, 512), (1024, 8192, 512), (96, 8192, 768), (8, 3000, 2048), (7, 2**24, 7)],
+)
+def test_a_step_has_four_million_tokens_or_more(world_size, seq_length, samples):
+    assert default_samples(world_size, seq_length) == samples
+    odd = world_size // math.gcd(world_size, 2**30)
+    assert samples * seq_length >= 4 * 2**20 and samples % odd == 0
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_lists_layouts_and_how_to_see_the_first(folder):
+    words = "--world-size 4 --cluster 2xsmall.toml --model dense.toml --global-batch-size 8"
+    done = cli.megapg("plan", *words.split(), "--suggest", "--tp", "2", at=folder)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.decode().splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    first = next(line.split() for line in lines if line.strip().startswith("1 "))
+    command = lines[-1].split()
+    assert command[:2] == ["megapg", "plan"]
+    assert int(first[1]) == int(command[command.index("--tp") + 1]) == 2
+    asked = cli.megapg("plan", *words.split(), "--suggest", "--json", "--tp", "2", at=folder)
+    found = json.loads(asked.stdout)
+    check_schema(found, SCHEMA)
+    suggestions = found["suggestions"]["layouts"]
+    assert suggestions[0]["command"].split() == command
+    assert {each["tp"] for each in suggestions} == {2}
+    with pytest.raises((AssertionError, KeyError)):
+        check_schema(found | {"suggestions": {"layouts": []}}, SCHEMA)
+    shown = cli.megapg(*command[1:], "--json", at=folder)
+    plan = json.loads(shown.stdout)
+    assert plan["training"] == found["training"]
+    assert plan["training"]["job"]["microbatches"] == suggestions[0]["microbatches"]
+    totals = [stage["total"] for stage in plan["training"]["stages"]]
+    assert max(totals) == suggestions[0]["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--suggest", "--suggest: only with --model."),
+        ("--global-batch-size 8", "--global-batch-size: only with --suggest."),
+        ("--suggest --model llama3-8b --rank 1 --svg a.svg", "--rank, --svg: not with --suggest"),
+        ("--suggest --model llama3-8b --cluster 1xH100-8", "Use 2xH100-8"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(words, message, tmp_path):
+    done = cli.megapg("plan", "--world-size", "16", *words.split(), at=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr.decode()
+
+
+@pytest.mark.slow
+def test_seventy_billion_parameters_on_64_gpus_take_a_minute(tmp_path):
+    words = "plan --world-size 64 --cluster 8xH100-8 --model llama3-70b --suggest --json"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = cli.megapg(*words.split(), at=tmp_path)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
+    found = json.loads(done.stdout)["suggestions"]["layouts"]
+    assert len(found) == 10
+    assert all(each["bytes"] <= 80e9 and each["tp"] <= 8 for each in found)
