@@ -244,7 +244,7 @@ class _Search:
 
     def _fits(self, layout: ParallelLayout, job: Job, held: int) -> bool:
         """True if the memory is enough. Remember the layout that lacks least."""
-        if held < self._nearest[0]:
+        if self._room < held < self._nearest[0]:
             self._nearest = held, text_of_options(layout, job)
         return held <= self._room
 
