@@ -184,7 +184,7 @@ def test_given_sizes_are_kept(folder, cluster):
 
 
 def test_a_reason_is_given_if_nothing_fits(folder, cluster):
-    tiny = replace(cluster, memory_gb=Quantity(4.5, "test"))
+    tiny = replace(cluster, memory_gb=Quantity(4.3, "test"))
     with pytest.raises(PlanError) as caught:
         suggested(folder, tiny, "dense")
     words = r"no layout fits. The nearest one lacks 0\.\d GiB or more: (.*) --recompute full\. "
@@ -224,7 +224,8 @@ def test_a_step_has_four_million_tokens_or_more(world_size, seq_length, samples)
 
 def test_the_command_lists_layouts_and_how_to_see_the_first(folder):
     words = "--world-size 4 --cluster 2xsmall.toml --model dense.toml --global-batch-size 8"
-    done = cli.megapg("plan", *words.split(), "--suggest", "--tp", "2", at=folder)
+    sizes = ["--tp", "2", "--pp", "2"]
+    done = cli.megapg("plan", *words.split(), "--suggest", *sizes, at=folder)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.decode().splitlines()
     assert max(map(len, lines[:-1])) <= 80
@@ -232,7 +233,7 @@ def test_the_command_lists_layouts_and_how_to_see_the_first(folder):
     command = lines[-1].split()
     assert command[:2] == ["megapg", "plan"]
     assert int(first[1]) == int(command[command.index("--tp") + 1]) == 2
-    asked = cli.megapg("plan", *words.split(), "--suggest", "--json", "--tp", "2", at=folder)
+    asked = cli.megapg("plan", *words.split(), "--suggest", "--json", *sizes, at=folder)
     found = json.loads(asked.stdout)
     check_schema(found, SCHEMA)
     suggestions = found["suggestions"]["layouts"]
