@@ -12,7 +12,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import cast
 
+import torch
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
 import megapg
+from megapg.errors import PlanError
 from megapg.layout import GroupName, ParallelLayout
 from megapg.ownership.opening import fake_session
 from megapg.plan.cluster import Cluster
@@ -24,7 +28,7 @@ from megapg.plan.training import Flow, Job, StageCost, Training
 from megapg.testing.cpu import megatron_on_cpu
 from megapg.testing.weightless import weightless
 
-_SEED = 1234
+_SEEDED: dict[str, GroupName] = {"tp": "tp", "ep": "ep", "etp": "expt_tp"}
 
 
 def measure(
@@ -47,7 +51,7 @@ def measure(
         say: called with a line of text before each stage.
 
     Raises:
-        PlanError: the model can't be built in this layout.
+        PlanError: the model can't be built or trained in this layout.
         SessionError: torch.distributed is initialised in this process.
     """
     pipeline = layout.members("pp", layout.ranks[0])
@@ -96,11 +100,20 @@ def _measured(
     layout: ParallelLayout, rank: int, model: Model, job: Job, alike: dict[Shape, Measured]
 ) -> Measured:
     """Build the stage of a rank, and measure it unless there was one of its shape."""
-    with fake_session(layout, rank) as session, megapg.published(session.groups):
-        megapg.seed_all(_SEED, session.groups)
+    with (
+        torch.random.fork_rng(devices=[]),
+        fake_session(layout, rank) as session,
+        megapg.published(session.groups),
+    ):
+        ranks = {f"{name}_rank": session.groups.rank(f) for name, f in _SEEDED.items()}
+        model_parallel_cuda_manual_seed(1, **ranks)
         stage = Stage(model, session.groups, job)
         if stage.shape not in alike:
-            alike[stage.shape] = stage.measure()
+            try:
+                alike[stage.shape] = stage.measure()
+            except Exception as error:
+                words = f"a step of rank {rank} failed: {type(error).__name__}: {error}"
+                raise PlanError(f"--model {model.name}: {words}") from error
         return alike[stage.shape]
 
 
