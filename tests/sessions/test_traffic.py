@@ -31,7 +31,7 @@ from megapg.testing import (
     run_distributed,
 )
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.contract]
 
 FOUR, EIGHT = 16, 32  # bytes of the tensors below
 
