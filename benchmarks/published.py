@@ -18,7 +18,7 @@ from megapg.errors import MegapgError
 from megapg.layout import ParallelLayout
 from megapg.plan.cluster import Cluster, load_cluster
 from megapg.plan.models import Model, describe_model, find_model
-from megapg.plan.training import Job, Recompute, Training
+from megapg.plan.training import Job, Recompute, StageCost, Training
 
 NARAYANAN = "Narayanan et al., arXiv 2104.04473, table 1"
 LLAMA = "The Llama 3 Herd of Models, arXiv 2407.21783v3, table 4"
@@ -49,6 +49,11 @@ class Published(NamedTuple):
     micro: int = 1
     recompute: Recompute = "none"
     distributed_optimizer: bool = True
+
+    @property
+    def gradients(self) -> str:
+        """How the published training holds gradients."""
+        return {LLAMA: "sharded", NARAYANAN: "float32"}.get(self.source, "bfloat16")
 
 
 def _narayanan(gpt: Gpt, tp: int, pp: int, world: int, samples: int) -> Published:
@@ -180,12 +185,13 @@ TRAININGS = (
 )
 
 NOTES = (
-    "Plans have parameters of bfloat16 and gradients of float32, sequence parallelism if tp > 1, "
-    "and a distributed optimizer except for Narayanan et al.",
-    "Published: FP8 trainings hold weights of bfloat16, too. The recipes of Megatron-Bridge reduce "
-    "gradients in bfloat16, which saves 2 bytes a parameter, and its DeepSeek-V3 has moments of "
-    "bfloat16. Llama 3 shards gradients over data parallel ranks. Its number of virtual stages is "
-    "not published; the plan has none.",
+    "The fullest rank holds parameters of bfloat16, gradients of float32, the states of Adam, "
+    "activations, and what communicators take, at least and at most. The plans have sequence "
+    "parallelism if tp > 1, and a distributed optimizer except for Narayanan et al.",
+    "Published gradients: Megatron-Bridge's recipes hold them in bfloat16, and Llama 3 shards them "
+    "over data parallel ranks. Plans can do neither.",
+    "Not planned, either: FP8; moments of bfloat16 and recomputed up projections of DeepSeek-V3; "
+    "the number of virtual stages of Llama 3, which is not published.",
 )
 
 
@@ -248,7 +254,9 @@ def row(each: Published, *, places: bool) -> tuple[str, ...]:
     layout, cluster, model, job = planned(each)
     training: Training = measure(layout, cluster, model, job)
     full = training.fullest
-    gib, room = full.total / 2**30, cluster.memory_gb.value * 1e9 / 2**30
+    shares = {"float32": 1.0, "bfloat16": 0.5, "sharded": 1 / (layout.dp * layout.cp)}
+    saved = full.gradients * (1 - shares[each.gradients])
+    room = cluster.memory_gb.value * 1e9 / 2**30
     sizes = " ".join(f"{name}={size}" for name, size in each.sizes.items())
     cells = [
         f"{each.source.split(',')[0]}: {each.row}",
@@ -257,21 +265,31 @@ def row(each: Published, *, places: bool) -> tuple[str, ...]:
         f"{sizes} {each.recompute}",
         f"{(full.parameters + full.gradients + full.optimizer) / 2**30:.1f}",
         f"{full.activations / 2**30:.1f}",
-        f"{gib:.1f} of {room:.1f}",
-        "yes" if gib <= room else "no",
+        f"{room:.1f}",
+        _fits(full, room),
+        _fits(full, room, saved),
     ]
     if places:
         try:
-            cells.append(place(each) if gib <= room else "-")
+            cells.append(place(each) if full.total / 2**30 <= room else "-")
         except MegapgError as error:
             cells.append(str(error)[:60])
     return tuple(cells)
 
 
+def _fits(full: StageCost, room: float, saved: float = 0) -> str:
+    """Return the least and the most memory, and whether the GPU has it."""
+    least, most = full.communicators
+    low, high = ((full.total - most + each - saved) / 2**30 for each in (least, most))
+    answer = "fits" if high <= room else "may fit" if low <= room else "too much"
+    return f"{low:.1f} to {high:.1f}: {answer}"
+
+
 def table(which: str = "", *, places: bool = False) -> Table:
     """Return the table of all trainings whose source or row starts with ``which``."""
     names = ("training", "10^9 weights", "ranks", "layout", "states GiB", "activations GiB")
-    columns = (*names, "fullest GiB", "fits", *(["place"] if places else []))
+    totals = ("GPU GiB", "fullest GiB", "with published gradients")
+    columns = (*names, *totals, *(["place"] if places else []))
     chosen = [each for each in TRAININGS if each.source.startswith(which) or which in each.row]
     rows = tuple(row(each, places=places) for each in chosen)
     return Table("Published trainings", columns, rows, NOTES)
@@ -285,7 +303,7 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true")
     given = parser.parse_args()
     made = table(given.which, places=given.places)
-    print(made.markdown()) if given.markdown else made.print(Console(width=160))
+    print(made.markdown()) if given.markdown else made.print(Console(width=200))
 
 
 if __name__ == "__main__":

@@ -86,9 +86,9 @@ def _attend(cp: Any, scale: float | None, query: Tensor, key: Tensor, value: Ten
 
 def _positions(length: int, size: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the positions of a rank's tokens, and of all tokens in the order of the ranks."""
-    pieces = torch.arange(length * size, device=device).view(2 * size, -1)
-    order = [piece for each in range(size) for piece in (each, 2 * size - 1 - each)]
-    return pieces[order[2 * rank : 2 * rank + 2]].flatten(), pieces[order].flatten()
+    pieces = torch.arange(length * size, device=device).chunk(2 * size)
+    order = [pieces[piece] for each in range(size) for piece in (each, 2 * size - 1 - each)]
+    return torch.cat(order[2 * rank : 2 * rank + 2]), torch.cat(order)
 
 
 def _recompute(

@@ -347,6 +347,8 @@ class _CudaMeansCpu(TorchFunctionMode):
             return _SPECIAL[func](*args, **kwargs)
         if isinstance(kwargs.get("device"), int):  # an index means a CUDA device
             kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):  # rope_utils.py, with context parallelism
+            kwargs["pin_memory"] = False
         if not _NAMES_DEVICES.isdisjoint(map(type, args)):  # in few calls
             args = tuple(map(_on_cpu, args))
         if kwargs:
