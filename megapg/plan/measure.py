@@ -26,7 +26,7 @@ from megapg.plan.pipeline import most_kept
 from megapg.plan.stage import Measured, Shape, Stage
 from megapg.plan.training import Flow, Job, StageCost, Training
 from megapg.testing.cpu import megatron_on_cpu
-from megapg.testing.weightless import weightless
+from megapg.torch_private.weightless import weightless
 
 _SEEDED: dict[str, GroupName] = {"tp": "tp", "ep": "ep", "etp": "expt_tp"}
 
