@@ -120,7 +120,11 @@ def _measured(
 def _flows(
     layout: ParallelLayout, cluster: Cluster, job: Job, rank: int, found: Measured
 ) -> tuple[Flow, ...]:
-    """Return the traffic of a step, with the messages between stages."""
+    """Return the traffic of a step, with the messages between stages.
+
+    Groups of one rank send nothing. Groups that are not the session's have no field, and are left
+    out.
+    """
     sums: dict[tuple[GroupName, str], tuple[int, int]] = {}
     times = [*((rows, job.microbatches) for rows in found.microbatch), (found.step, 1)]
     for rows, repeated in times:

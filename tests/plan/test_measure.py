@@ -28,6 +28,8 @@ from megapg.plan.saved import Saved, storages
 from megapg.plan.training import Job
 from megapg.testing import fake_collection, megatron_on_cpu
 
+pytestmark = pytest.mark.contract
+
 CLUSTER = load_cluster("H100-8")
 
 
