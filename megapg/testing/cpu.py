@@ -275,6 +275,8 @@ PATCHES: tuple[_Patch, ...] = (
         "__new__",
         _norm_with_sequence_parallel,
     ),
+    # transformer/multi_latent_attention.py: 0.16 says True without TransformerEngine, and fails
+    _Patch("megatron.core.transformer.multi_latent_attention", "HAVE_TE", _always(False)),
     # moe/moe_utils.py: RouterGatingLinearFunction; 0.16 leaves it undefined without TE
     _Patch(f"{_MOE}.moe_utils", "te_general_gemm", _always(None), optional=True),
     # moe/token_dispatcher.py: alltoall split sizes stay tensors when they were never on CUDA
@@ -345,6 +347,8 @@ class _CudaMeansCpu(TorchFunctionMode):
             return _SPECIAL[func](*args, **kwargs)
         if isinstance(kwargs.get("device"), int):  # an index means a CUDA device
             kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):  # rope_utils.py, with context parallelism
+            kwargs["pin_memory"] = False
         if not _NAMES_DEVICES.isdisjoint(map(type, args)):  # in few calls
             args = tuple(map(_on_cpu, args))
         if kwargs:

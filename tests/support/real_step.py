@@ -62,6 +62,7 @@ class Case:
     top_k: int = 2
     dispatcher: str = "alltoall"
     bf16: bool = True
+    dropout: float = 0.1
 
     seq_length: int = 16
     micro_batch_size: int = 1
@@ -94,6 +95,8 @@ def transformer_config(case):
         num_layers=case.layers,
         hidden_size=case.hidden,
         num_attention_heads=case.heads,
+        hidden_dropout=case.dropout,
+        attention_dropout=case.dropout,
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp,
@@ -154,7 +157,7 @@ class EvenRouting(TorchDispatchMode):
 
 
 def trainer(case, pg):
-    """Build the model and the optimizer, and return the chunks and a function that trains a step.
+    """Build the model and the optimizer, and return both and a function that trains a step.
 
     Call it in ``megatron_on_cpu()`` and ``published(pg)``.
     """
@@ -214,7 +217,7 @@ def trainer(case, pg):
         assert norm > 0
         return losses
 
-    return chunks, step
+    return chunks, optimizer, step
 
 
 def _batches(case):
@@ -233,7 +236,7 @@ def count_step(case, pg):
     gradients it clips separately.
     """
     with published(pg), EvenRouting():
-        chunks, step = trainer(case, pg)
+        chunks, _, step = trainer(case, pg)
         step()
         with count_traffic(pg) as traffic:
             losses = step()

@@ -1,0 +1,380 @@
+"""Measured steps equal real ones: traffic on gloo ranks, and bytes of models with real tensors."""
+
+import contextlib
+import functools
+import resource
+import subprocess
+import sys
+import warnings
+from functools import cache
+
+import pytest
+import real_step
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+from real_step import Case, EvenRouting, real_steps
+from test_real_steps import LARGE, QUICK
+
+from megapg.errors import PlanError
+from megapg.layout import ParallelLayout
+from megapg.megatron import published
+from megapg.plan import load_cluster
+from megapg.plan.measure import measure
+from megapg.plan.models import Model, find_model
+from megapg.plan.pipeline import most_kept, passes
+from megapg.plan.saved import Saved, storages
+from megapg.plan.training import Job
+from megapg.testing import fake_collection, megatron_on_cpu
+
+pytestmark = pytest.mark.contract
+
+CLUSTER = load_cluster("H100-8")
+
+
+@cache
+def measured(case):
+    def build(pg, vp_stage=None, *, job):
+        return real_step.build(case, pg, vp_stage)
+
+    layout = ParallelLayout(world_size=case.world_size, **case.sizes)
+    job = Job(
+        model="case",
+        seq_length=case.seq_length,
+        micro_batch_size=case.micro_batch_size,
+        microbatches=case.microbatches,
+        recompute=case.recompute,
+        distributed_optimizer=case.distributed_optimizer,
+    )
+    return measure(layout, CLUSTER, Model("case", case.seq_length, build), job)
+
+
+# --- traffic --------------------------------------------------------------------------------------
+
+
+@cache
+def steps(*cases):
+    return real_steps(cases)
+
+
+def check_traffic(case, ranks):
+    training = measured(case)
+    per_stage = case.world_size // case.pp
+    for rank, rows in enumerate(ranks):
+        # Two interleaved stages send one way over WORLD, which this reports as pp.
+        real = {
+            ("pp" if row.collective in ("send", "recv") else row.field, row.collective): row
+            for row in rows
+            if row.size > 1
+        }
+        flows = training.stages[rank // per_stage].flows
+        assert {(flow.field, flow.collective): (flow.count, flow.bytes) for flow in flows} == {
+            key: (row.count, row.bytes) for key, row in real.items()
+        }
+        assert len(real) == sum(row.size > 1 for row in rows)
+
+
+@pytest.mark.parametrize("number", range(len(QUICK)))
+def test_traffic_of_two_ranks(number):
+    check_traffic(QUICK[number], steps(*QUICK)[QUICK[number]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(LARGE)))
+def test_traffic_of_more_ranks(number):
+    check_traffic(LARGE[number], steps(*LARGE)[LARGE[number]])
+
+
+def test_crossing_counts_the_members_on_other_nodes():
+    case = Case(32, tp=2, pp=4, vpp=2, layers=8, microbatches=4)
+    first, *_, last = measured(case).stages
+    crossing = {(flow.field, flow.collective): flow.crossing for flow in first.flows}
+    assert crossing["tp", "all_reduce"] == 0
+    assert crossing["dp", "reduce_scatter"] == 0
+    assert crossing["embd", "all_reduce"] == 1
+    assert crossing["pp", "send"] == crossing["pp", "recv"] == 1
+    assert crossing["intra_dist_opt", "all_reduce"] == pytest.approx(24 / 31)
+    assert last.rank == 24
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def held(case, rank):
+    """Return the bytes that a rank holds after a real step with fake groups."""
+    sizes = {key: value for key, value in case.sizes.items() if value is not None}
+    with (
+        warnings.catch_warnings(),
+        megatron_on_cpu(),
+        fake_collection(rank, case.world_size, **sizes) as pg,
+        published(pg),
+        EvenRouting(),
+    ):
+        warnings.simplefilter("ignore")
+        chunks, optimizer, _ = real_step.trainer(case, pg)
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.main_grad.normal_()
+        optimizer.step()
+        parameters = [each for chunk in chunks for each in chunk.parameters()]
+        weights = storages(parameters)
+        gradients = storages(each.main_grad for each in parameters)
+        state = storages(_state(optimizer))
+        return (
+            sum(each.numel() for each in parameters),
+            sum(weights.values()),
+            sum(gradients.values()),
+            sum(size for number, size in state.items() if number not in weights),
+        )
+
+
+def _state(optimizer):
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for main, kept in part.optimizer.state.items():
+            yield from (main, kept["exp_avg"], kept["exp_avg_sq"])
+
+
+MEMORY = [
+    Case(2),
+    Case(2, distributed_optimizer=False),
+    Case(2, bf16=False),
+    Case(2, bf16=False, distributed_optimizer=False),
+    Case(4, tp=2, sequence_parallel=True),
+    Case(4, tp=2, tied=False, learned_positions=True),
+    Case(4, pp=2),
+    Case(4, pp=2, vpp=2),
+    Case(8, pp=4, vpp=2, layers=8, tied=False, distributed_optimizer=False),
+    Case(4, ep=2, experts=4),
+    Case(8, tp=2, sequence_parallel=True, ep=4, expt_tp=1, experts=8),
+    Case(8, pp=2, ep=2, experts=4, distributed_optimizer=False),
+]
+
+
+@pytest.mark.parametrize("number", range(len(MEMORY)))
+def test_bytes_equal_those_of_the_built_model(number):
+    case = MEMORY[number]
+    for stage in measured(case).stages:
+        found = stage.weights, stage.parameters, stage.gradients, stage.optimizer
+        assert found == held(case, stage.rank)
+
+
+def test_weights_of_the_whole_model():
+    alone = measured(Case(1, layers=8, experts=4)).weights
+    for case in (
+        Case(2, tp=2, layers=8, experts=4, sequence_parallel=True),
+        Case(4, pp=4, vpp=2, layers=8, experts=4),
+        Case(8, tp=2, ep=4, expt_tp=1, layers=8, experts=4, sequence_parallel=True),
+        Case(8, tp=2, pp=2, ep=2, layers=8, experts=4, sequence_parallel=True),
+    ):
+        assert measured(case).weights == alone
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+
+def kept_by_real_tensors(case):
+    """Return the most bytes that autograd keeps for a microbatch of a real model."""
+    with (
+        warnings.catch_warnings(),
+        megatron_on_cpu(),
+        fake_collection(0, case.world_size, tp=case.tp) as pg,
+        published(pg),
+    ):
+        warnings.simplefilter("ignore")
+        (chunk,), _, _ = real_step.trainer(case, pg)
+        tensors = [*chunk.parameters(), *chunk.module.buffers()]
+        gradients = [each.main_grad for each in chunk.parameters()]
+        saved = Saved(storages([*tensors, *gradients]))
+        tokens, labels, positions = next(real_step._batches(case))
+        with saved.watched():
+            chunk(tokens, positions, None, labels=labels).mean().backward()
+        assert saved.bytes == 0
+        return saved.most
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_activations_equal_those_of_real_tensors(recompute, tp):
+    # Without dropout, and in float32: kernels of a CPU keep other types than those of a GPU.
+    case = Case(tp, tp=tp, sequence_parallel=tp > 1, recompute=recompute, bf16=False, dropout=0.0)
+    assert measured(case).stages[0].activations == kept_by_real_tensors(case)
+
+
+def gpt3_layers(layers, pg, vp_stage=None, *, job):
+    """Build layers of GPT-3, on each of three stages, with a softmax that keeps bfloat16."""
+    recompute = {"selective": ["core_attn"], "none": None, "full": None}[job.recompute]
+    config = TransformerConfig(
+        num_layers=3 * layers,
+        hidden_size=12288,
+        num_attention_heads=96,
+        pipeline_model_parallel_size=3,
+        tensor_model_parallel_size=pg.size("tp"),
+        sequence_parallel=pg.size("tp") > 1,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        attention_softmax_in_fp32=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=True,
+        use_cpu_initialization=True,
+        recompute_granularity=None if job.recompute == "none" else job.recompute,
+        recompute_modules=recompute,
+        recompute_method="uniform" if job.recompute == "full" else None,
+        recompute_num_layers=1 if job.recompute == "full" else None,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=51200,
+        max_sequence_length=2048,
+        pre_process=pg.rank("pp") == 0,
+        post_process=pg.rank("pp") == 2,
+        pg_collection=pg,
+    )
+
+
+@pytest.mark.parametrize(
+    ("recompute", "factor"), [("none", 34 + 5 * 96 * 2048 / 12288), ("selective", 34), ("full", 2)]
+)
+@pytest.mark.parametrize("tp", [1, 8])
+def test_activations_of_a_layer_as_published(recompute, factor, tp):
+    """Korthikanti et al., arXiv 2205.05198, table 2: sbh(34 + 5as/h) / t with sequence parallel."""
+    s, b, h = 2048, 4, 12288
+    layout = ParallelLayout(world_size=3 * tp, tp=tp, pp=3)
+    job = Job(model="gpt3", seq_length=s, micro_batch_size=b, recompute=recompute)
+    few, many = (
+        measure(layout, CLUSTER, Model("gpt3", s, functools.partial(gpt3_layers, n)), job)
+        for n in (2, 3)
+    )
+    of_layer = many.stages[1].activations - few.stages[1].activations
+    assert of_layer == pytest.approx(s * b * h * factor / tp, rel=0.05)
+
+
+def test_passes_of_a_pipeline_without_interleaving():
+    layout = ParallelLayout(world_size=4, pp=4)
+    for stage in range(4):
+        order = list(passes(layout, stage, 8))
+        assert order.count((0, False)) == order.count((0, True)) == 8
+        assert most_kept(layout, stage, 8, [10], [13]) == 10 * (4 - stage) + 3
+        assert most_kept(layout, stage, 2, [10], [13]) == 10 * min(4 - stage, 2) + 3
+
+
+def test_interleaved_passes_follow_the_schedule_of_megatron():
+    layout = ParallelLayout(world_size=4, pp=4, vpp=2)
+    for stage in range(4):
+        order = list(passes(layout, stage, 8))
+        assert [order.count((chunk, way)) for chunk in (0, 1) for way in (True, False)] == [8] * 4
+        ahead = 2 * (4 - stage - 1) + 4
+        assert [backward for _, backward in order].index(True) == ahead + 1
+        assert most_kept(layout, stage, 8, [1, 1], [1, 1]) == ahead + 1
+    assert most_kept(layout, 0, 4, [1, 1], [1, 1]) == 8
+
+
+class _Passes(torch.autograd.Function):
+    """Records the forward and backward passes of a chunk."""
+
+    @staticmethod
+    def forward(ctx, tensor, record, chunk):
+        ctx.record, ctx.chunk = record, chunk
+        record.append((chunk, False))
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.record.append((ctx.chunk, True))
+        return gradient, None, None
+
+
+@pytest.mark.parametrize("vpp", [None, 2])
+@pytest.mark.parametrize("microbatches", [4, 8])
+@pytest.mark.parametrize("stage", range(4))
+def test_passes_of_the_real_schedules(vpp, microbatches, stage):
+    case = Case(4, pp=4, vpp=vpp, layers=8, microbatches=microbatches)
+    sizes = {key: value for key, value in case.sizes.items() if value is not None}
+    record = []
+    with (
+        warnings.catch_warnings(),
+        megatron_on_cpu(),
+        fake_collection(stage, 4, **sizes) as pg,
+        published(pg),
+    ):
+        warnings.simplefilter("ignore")
+        chunks, _, step = real_step.trainer(case, pg)
+        for number, chunk in enumerate(chunks):
+            chunk.register_forward_hook(
+                lambda module, given, made, number=number: _Passes.apply(made, record, number)
+            )
+        with contextlib.suppress(AssertionError):  # what fake groups receive is no number
+            step()
+    layout = ParallelLayout(world_size=4, pp=4, vpp=vpp)
+    assert record == list(passes(layout, stage, microbatches))
+
+
+# --- cost -----------------------------------------------------------------------------------------
+
+_GPT3 = """
+from megapg.layout import ParallelLayout
+from megapg.plan import load_cluster
+from megapg.plan.measure import measure
+from megapg.plan.models import find_model
+from megapg.plan.training import Job
+
+layout = ParallelLayout(world_size=16384, tp=8, pp=8)
+job = Job(model="gpt3-175b", seq_length=2048, microbatches=16)
+measure(layout, load_cluster("H100-8"), find_model("gpt3-175b"), job)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_175_billion_on_16384_ranks():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    script = _GPT3 + (
+        "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)"
+    )
+    made = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], check=True, capture_output=True, text=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 10
+    assert int(made.stdout.split()[-1]) < 1024
+
+
+def test_say_names_each_stage():
+    case, said = Case(2, pp=2, seq_length=8), []
+    layout = ParallelLayout(world_size=2, pp=2)
+    build = functools.partial(_build, case)
+    measure(layout, CLUSTER, Model("x", 8, build), Job(model="x", seq_length=8), said.append)
+    assert said == ["stage 1 of 2", "stage 2 of 2"]
+
+
+def _build(case, pg, vp_stage=None, *, job):
+    return real_step.build(case, pg, vp_stage)
+
+
+def test_seventy_billion_weights():
+    model = find_model("llama3-70b")
+    layout = ParallelLayout(world_size=64, tp=4, pp=16)
+    training = measure(layout, CLUSTER, model, Job(model=model.name, seq_length=8192))
+    assert training.weights == pytest.approx(70.55e9, rel=0.0005)
+
+
+def test_a_step_that_fails_names_the_model_and_the_rank():
+    def build(pg, vp_stage=None, *, job):
+        chunk = real_step.build(Case(1), pg, vp_stage)
+        chunk.forward = lambda *given, **named: 1 / 0
+        return chunk
+
+    job = Job(model="mine.py:build", seq_length=8)
+    with pytest.raises(PlanError, match=r"mine.py:build: a step of rank 0 failed: ZeroDivision"):
+        measure(ParallelLayout(world_size=1), CLUSTER, Model("mine.py:build", 8, build), job)
+    assert not torch.distributed.is_initialized()
+
+
+def test_leaves_the_random_numbers_of_the_caller():
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    measured.__wrapped__(Case(2, tp=2))
+    assert torch.rand(3).equal(expected)
