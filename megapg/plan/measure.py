@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 import megapg
+from megapg.communicators.lanes import NCCL_LANES
 from megapg.layout import GroupName, ParallelLayout
 from megapg.ownership.opening import fake_session
 from megapg.plan.cluster import Cluster
@@ -96,7 +97,8 @@ def _measured(
     layout: ParallelLayout, rank: int, model: Model, job: Job, alike: dict[Shape, Measured]
 ) -> Measured:
     """Build the stage of a rank, and measure it unless there was one of its shape."""
-    with fake_session(layout, rank) as session, megapg.published(session.groups):
+    # As on NCCL, so that experts and replicas have a group each, also of equal ranks.
+    with fake_session(layout, rank, lanes=NCCL_LANES) as session, megapg.published(session.groups):
         megapg.seed_all(_SEED, session.groups)
         stage = Stage(model, session.groups, job)
         if stage.shape not in alike:
