@@ -42,7 +42,8 @@ def find_in_training(
         what = f"no group of ep communicates: {training.job.model} has no experts."
         found.append(Finding("no-experts", what, f"Leave out --ep {layout.ep}."))
     step = _Step(layout, cluster, training, measure)
-    return [*found, *_out_of_memory(step), *_uneven(step), *_communicators(training)]
+    of_memory = [*_out_of_memory(step)] or [*_uneven(step)]
+    return [*found, *of_memory, *_communicators(training)]
 
 
 @dataclass(frozen=True)

@@ -312,6 +312,8 @@ def test_uneven_stages_name_the_fullest():
     measure, _ = recorded(training_of([50, 10, 10, 5]))
     (found,) = findings_of(training_of([50, 20, 20, 5]), measure)
     assert "pipeline_model_parallel_layout" in found.cure
+    # Less than half of a GPU is held.
+    assert findings_of(training_of([10, 1, 1, 1], parts=(4, 6, 2, (3, 5))), never) == []
 
 
 def test_communicators_that_take_more_than_gradients():
