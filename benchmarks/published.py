@@ -18,7 +18,7 @@ from megapg.errors import MegapgError
 from megapg.layout import ParallelLayout
 from megapg.plan.cluster import Cluster, load_cluster
 from megapg.plan.models import Model, describe_model, find_model
-from megapg.plan.training import Job, Recompute, Training
+from megapg.plan.training import Job, Recompute, StageCost, Training
 
 NARAYANAN = "Narayanan et al., arXiv 2104.04473, table 1"
 LLAMA = "The Llama 3 Herd of Models, arXiv 2407.21783v3, table 4"
@@ -186,8 +186,8 @@ TRAININGS = (
 
 NOTES = (
     "The fullest rank holds parameters of bfloat16, gradients of float32, the states of Adam, "
-    "activations, and the most that communicators take. The plans have sequence parallelism if "
-    "tp > 1, and a distributed optimizer except for Narayanan et al.",
+    "activations, and what communicators take, at least and at most. The plans have sequence "
+    "parallelism if tp > 1, and a distributed optimizer except for Narayanan et al.",
     "Published gradients: Megatron-Bridge's recipes hold them in bfloat16, and Llama 3 shards them "
     "over data parallel ranks. Plans can do neither.",
     "Not planned, either: FP8; moments of bfloat16 and recomputed up projections of DeepSeek-V3; "
@@ -256,7 +256,6 @@ def row(each: Published, *, places: bool) -> tuple[str, ...]:
     full = training.fullest
     shares = {"float32": 1.0, "bfloat16": 0.5, "sharded": 1 / (layout.dp * layout.cp)}
     saved = full.gradients * (1 - shares[each.gradients])
-    held = full.total / 2**30, (full.total - saved) / 2**30
     room = cluster.memory_gb.value * 1e9 / 2**30
     sizes = " ".join(f"{name}={size}" for name, size in each.sizes.items())
     cells = [
@@ -267,14 +266,23 @@ def row(each: Published, *, places: bool) -> tuple[str, ...]:
         f"{(full.parameters + full.gradients + full.optimizer) / 2**30:.1f}",
         f"{full.activations / 2**30:.1f}",
         f"{room:.1f}",
-        *(f"{gib:.1f} {'fits' if gib <= room else 'too much'}" for gib in held),
+        _fits(full, room),
+        _fits(full, room, saved),
     ]
     if places:
         try:
-            cells.append(place(each) if held[0] <= room else "-")
+            cells.append(place(each) if full.total / 2**30 <= room else "-")
         except MegapgError as error:
             cells.append(str(error)[:60])
     return tuple(cells)
+
+
+def _fits(full: StageCost, room: float, saved: float = 0) -> str:
+    """Return the least and the most memory, and whether the GPU has it."""
+    least, most = full.communicators
+    low, high = ((full.total - most + each - saved) / 2**30 for each in (least, most))
+    answer = "fits" if high <= room else "may fit" if low <= room else "too much"
+    return f"{low:.1f} to {high:.1f}: {answer}"
 
 
 def table(which: str = "", *, places: bool = False) -> Table:
@@ -295,7 +303,7 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true")
     given = parser.parse_args()
     made = table(given.which, places=given.places)
-    print(made.markdown()) if given.markdown else made.print(Console(width=160))
+    print(made.markdown()) if given.markdown else made.print(Console(width=200))
 
 
 if __name__ == "__main__":
