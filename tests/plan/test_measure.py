@@ -18,6 +18,7 @@ from megatron.core.transformer import TransformerConfig
 from real_step import Case, EvenRouting, real_steps
 from test_real_steps import LARGE, QUICK
 
+from megapg.errors import PlanError
 from megapg.layout import ParallelLayout
 from megapg.megatron import published
 from megapg.plan import load_cluster
@@ -361,3 +362,23 @@ def test_seventy_billion_weights():
     layout = ParallelLayout(world_size=64, tp=4, pp=16)
     training = measure(layout, CLUSTER, model, Job(model=model.name, seq_length=8192))
     assert training.weights == pytest.approx(70.55e9, rel=0.0005)
+
+
+def test_a_step_that_fails_names_the_model_and_the_rank():
+    def build(pg, vp_stage=None, *, job):
+        chunk = real_step.build(Case(1), pg, vp_stage)
+        chunk.forward = lambda *given, **named: 1 / 0
+        return chunk
+
+    job = Job(model="mine.py:build", seq_length=8)
+    with pytest.raises(PlanError, match=r"mine.py:build: a step of rank 0 failed: ZeroDivision"):
+        measure(ParallelLayout(world_size=1), CLUSTER, Model("mine.py:build", 8, build), job)
+    assert not torch.distributed.is_initialized()
+
+
+def test_leaves_the_random_numbers_of_the_caller():
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    measured.__wrapped__(Case(2, tp=2))
+    assert torch.rand(3).equal(expected)
