@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
 
-from megapg.cli.console import AsJson, add_to, print_json, refuse, say
+from megapg.cli.console import add_to, print_json, refuse, say
 from megapg.errors import MegapgError
 from megapg.layout import DEFAULT_ORDER, GroupName, ParallelLayout
 
+if TYPE_CHECKING:  # loaded when the command runs, so that --help is quick
+    from megapg.plan import Job
+
 app = typer.Typer()
+OptionInfo = typer.models.OptionInfo
 
 
-def _size(text: str) -> typer.models.OptionInfo:
-    return cast("typer.models.OptionInfo", typer.Option(min=1, metavar="N", help=text))
+class Recomputation(StrEnum):
+    """The values of ``--recompute``."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+def _size(text: str, panel: str = "Layout", default: str | bool = True) -> OptionInfo:
+    option = typer.Option(
+        min=1, metavar="N", help=text, rich_help_panel=panel, show_default=default
+    )
+    return cast("OptionInfo", option)
+
+
+_MODEL, _OUTPUT = "Model", "Output"
 
 
 @add_to(app)
@@ -26,32 +48,64 @@ def plan(
     pp: Annotated[int, _size("Pipeline parallel size.")] = 1,
     cp: Annotated[int, _size("Context parallel size.")] = 1,
     ep: Annotated[int, _size("Expert parallel size.")] = 1,
-    expt_tp: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Tensor parallel size of experts.", show_default="tp"
-        ),
-    ] = None,
-    vpp: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Model chunks of a rank.", show_default="none"),
-    ] = None,
+    expt_tp: Annotated[int | None, _size("Tensor parallel size of experts.", default="tp")] = None,
+    vpp: Annotated[int | None, _size("Model chunks of a rank.", default="none")] = None,
     order: Annotated[
-        str, typer.Option(metavar="AXES", help="Axes, the fastest varying first.")
+        str,
+        typer.Option(
+            metavar="AXES", rich_help_panel="Layout", help="Axes, the fastest varying first."
+        ),
     ] = DEFAULT_ORDER,
     optimizer_instances: Annotated[int, _size("Replicas of the distributed optimizer.")] = 1,
     cluster: Annotated[
         str,
         typer.Option(
             metavar="NAME",
+            rich_help_panel="Cluster",
             help="Machines, such as H100-8 or 64xH100-8 for 64 nodes: A100-8, H100-8, H200-8, "
             "B200-8, GB200-NVL72, or a TOML file.",
         ),
     ] = "H100-8",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            rich_help_panel=_MODEL,
+            help="Count the memory and traffic of a step of this model: llama3-8b, llama3-70b, "
+            "llama3-405b, gpt3-175b, mixtral-8x7b, qwen3-235b-a22b, deepseek-v3, a TOML file, or "
+            "your own FILE.py:FUNCTION or MODULE:FUNCTION. Needs torch and Megatron-core.",
+            show_default=False,
+        ),
+    ] = None,
+    seq_length: Annotated[int | None, _size("Tokens of a sample.", _MODEL, "the model's")] = None,
+    micro_batch_size: Annotated[int | None, _size("Samples of a microbatch.", _MODEL, "1")] = None,
+    microbatches: Annotated[
+        int | None, _size("Microbatches of a pipeline in one step.", _MODEL, "4 * pp")
+    ] = None,
+    recompute: Annotated[
+        Recomputation | None,
+        typer.Option(
+            metavar="MODE",
+            rich_help_panel=_MODEL,
+            help="Activations that the backward pass computes again: none, selective (those of "
+            "the attention core) or full (those of whole layers).",
+            show_default="none",
+        ),
+    ] = None,
+    plain_optimizer: Annotated[
+        bool,
+        typer.Option(
+            "--plain-optimizer",
+            rich_help_panel=_MODEL,
+            help="Each rank has the whole state of the optimizer. Without this option, it is "
+            "distributed over dp.",
+        ),
+    ] = False,
     field: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FIELD",
+            rich_help_panel=_OUTPUT,
             help="Draw the groups of this field only, such as tp. Can be repeated.",
             show_default="tp, cp, pp, dp, ep and expt_tp, if larger than 1",
         ),
@@ -61,44 +115,60 @@ def plan(
         typer.Option(
             min=0,
             metavar="N",
-            help="Light up the groups of this rank, and list their ranks.",
+            rich_help_panel=_OUTPUT,
+            help="Light up the groups of this rank, and list their ranks and its traffic.",
             show_default="all groups, and the ranks of rank 0",
         ),
     ] = None,
     svg: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Also draw the grid into this SVG file."),
+        typer.Option(
+            metavar="FILE",
+            rich_help_panel=_OUTPUT,
+            help="Also draw the grid, and the memory of the stages, into this SVG file.",
+        ),
     ] = None,
     html: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
+            rich_help_panel=_OUTPUT,
             help="Also write a page in which pointing at a rank or field lights up its groups.",
         ),
     ] = None,
-    as_json: AsJson = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json", rich_help_panel=_OUTPUT, help="Print JSON for programs, on one line."
+        ),
+    ] = False,
 ) -> None:
-    """Show a layout on a cluster before you have the GPUs. Needs no GPU and no torch.
+    """Show a layout on a cluster before you have the GPUs. Needs no GPU.
 
-    The grid has a row for each node, and the number of the group for each rank. Below are the
-    nodes that groups cross, the NCCL communicators of a session, and problems with cures.
+    The grid has a row for each node, and the number of the group for each rank. Below are the nodes
+    that groups cross, the NCCL communicators of a session, and problems with cures.
+
+    With --model, megapg builds the model of each pipeline stage without weights, and runs a step.
+    It shows the memory of each stage and the traffic of a rank.
 
     Groups in a node communicate over NVLink, other groups over the network. tp, cp and ep
-    communicate in every layer, pp for every microbatch, and dp for every step.
+    communicate in every layer. pp communicates for every microbatch, and dp for every step.
 
     megapg/plan/schema.json describes the JSON.
 
-    Exit code 0: the plan is printed, with findings or without. 2: the sizes do not fit together or
-    on the cluster, or an option names what does not exist.
+    Exit code 0: the plan is printed, with findings or without. 2: the sizes do not fit together,
+    the cluster or the model, or a named cluster, model or file does not exist.
 
-    Example: megapg plan --world-size 512 --tp 8 --pp 8 --ep 8 --cluster 64xH100-8
+    Example: megapg plan --world-size 512 --tp 8 --pp 8 --cluster 64xH100-8
 
-    Example: megapg plan --world-size 64 --tp 4 --pp 2 --rank 5 --svg plan.svg --html plan.html
+    Example: megapg plan --world-size 64 --tp 8 --pp 4 --model llama3-70b --svg plan.svg
+
+    Example: megapg plan --world-size 16 --tp 4 --pp 2 --model train.py:build --rank 5
     """
     try:
+        from megapg.cli.plan_screen import show
         from megapg.plan import make_plan
         from megapg.plan.page import to_html
-        from megapg.plan.screen import show
         from megapg.plan.svg import to_svg
 
         layout = ParallelLayout(
@@ -112,11 +182,21 @@ def plan(
             order=order,
             optimizer_instances=optimizer_instances,
         )
-        made = make_plan(layout, cluster, rank=rank)
+        with _progress() as progress:
+            job = _job(
+                model,
+                layout,
+                seq_length,
+                micro_batch_size,
+                microbatches,
+                recompute,
+                plain_optimizer,
+            )
+            made = make_plan(layout, cluster, rank=rank, job=job, say=progress)
         fields = [cast("GroupName", each) for each in field or ()]
         picture = made.picture(fields, rank, nodes=64) if fields else made.picture(rank=rank)
         if svg is not None:
-            svg.write_text(to_svg(picture), encoding="utf-8")
+            svg.write_text(to_svg(picture, made.memory), encoding="utf-8")
         if html is not None:
             html.write_text(to_html(made, made.picture(fields, rank, nodes=64)), encoding="utf-8")
         if as_json:
@@ -129,3 +209,50 @@ def plan(
         refuse(f"{error.filename}: {error.strerror}.")
     for file in filter(None, (svg, html)):
         say("wrote", "green", str(file))
+
+
+def _job(
+    model: str | None,
+    layout: ParallelLayout,
+    seq_length: int | None,
+    micro_batch_size: int | None,
+    microbatches: int | None,
+    recompute: Recomputation | None,
+    plain_optimizer: bool,
+) -> Job | None:
+    """Return the job of the options; None without a model."""
+    options = {
+        "--seq-length": seq_length,
+        "--micro-batch-size": micro_batch_size,
+        "--microbatches": microbatches,
+        "--recompute": recompute,
+        "--plain-optimizer": plain_optimizer,
+    }
+    if model is None:
+        if given := [name for name, value in options.items() if value]:
+            refuse(f"{', '.join(given)}: only with --model.")
+        return None
+    from megapg.plan import Job
+    from megapg.plan.models import find_model
+
+    return Job(
+        model=model,
+        seq_length=seq_length or find_model(model).seq_length,
+        micro_batch_size=micro_batch_size or 1,
+        microbatches=microbatches or 4 * layout.pp,
+        recompute=recompute.value if recompute else "none",
+        distributed_optimizer=not plain_optimizer,
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Show lines of progress on the standard error, if it is a terminal."""
+    console = Console(stderr=True, highlight=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="megatron")  # of packages for GPUs
+        if not console.is_terminal:
+            yield lambda _: None
+            return
+        with console.status("building the model") as status:
+            yield lambda text: status.update(f"building the model: {text}")

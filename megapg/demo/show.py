@@ -14,6 +14,7 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from megapg.demo.job import Checkpoints, GPTRun, library_text
 from megapg.demo.ranks import RankReport, on_a_session, on_globals
@@ -22,6 +23,10 @@ from megapg.demo.verdict import Row, judge, judge_parity, judge_resumed, reads_o
 from megapg.launch.environment import overridden
 from megapg.layout import Field, ParallelLayout
 from megapg.megatron import GlobalRead
+from megapg.plan import load_cluster
+from megapg.plan.overview import DEFAULT_CLUSTER
+from megapg.plan.picture import draw_picture
+from megapg.plan.screen import grid
 from megapg.testing import ParityReport, Ranks, parity, preloaded
 from megapg.testing.agreement.entry import ON_CPUS
 
@@ -66,6 +71,7 @@ def show(console: Console, layout: ParallelLayout, run: GPTRun, deadline: float)
     )
     console.print(_reads(reads_of(session)))
     console.print(verdict_table(rows))
+    console.print(_drawn(layout))
     return all(row.held for row in rows)
 
 
@@ -136,6 +142,21 @@ def _picture(layout: ParallelLayout) -> Table:
     if len(ranks) < layout.world_size:
         table.add_row("...", *("..." for _ in names))
     return table
+
+
+def _drawn(layout: ParallelLayout) -> Text:
+    """Return the grid of the layout as ``megapg plan`` draws it."""
+    sizes = {
+        "tp": (layout.tp, 1),
+        "pp": (layout.pp, 1),
+        "vpp": (layout.vpp, None),
+        "ep": (layout.ep, 1),
+        "expt-tp": (layout.expt_tp, layout.tp),
+    }
+    options = [f" --{name} {size}" for name, (size, usual) in sizes.items() if size != usual]
+    picture = draw_picture(layout, load_cluster(DEFAULT_CLUSTER))
+    command = f"megapg plan --world-size {layout.world_size}{''.join(options)}"
+    return Text.assemble("\nthe same layout on GPUs: ", (command, "bold"), "\n", grid(picture))
 
 
 def _reads(reads: Sequence[GlobalRead]) -> Table:

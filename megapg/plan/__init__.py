@@ -2,7 +2,8 @@
 
 ``overview`` puts a plan together. ``cluster`` describes the machines, ``spans`` how far groups
 reach, ``nccl`` the communicators, and ``findings`` the problems. ``picture`` is the grid of ranks,
-which ``screen``, ``svg`` and ``page`` draw.
+which ``screen``, ``svg`` and ``page`` draw. ``training`` is a step of a model, ``bars`` its memory
+for people, and ``cures`` its problems.
 """
 
 from megapg.plan.cluster import Cluster, Quantity, load_cluster, presets
@@ -10,15 +11,20 @@ from megapg.plan.findings import Finding
 from megapg.plan.overview import Plan, draw_svg, make_plan
 from megapg.plan.picture import Panel, Picture
 from megapg.plan.spans import Span
+from megapg.plan.training import Flow, Job, StageCost, Training
 
 __all__ = [
     "Cluster",
     "Finding",
+    "Flow",
+    "Job",
     "Panel",
     "Picture",
     "Plan",
     "Quantity",
     "Span",
+    "StageCost",
+    "Training",
     "draw_svg",
     "load_cluster",
     "make_plan",

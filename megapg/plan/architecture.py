@@ -48,9 +48,15 @@ def build(
         job: what is trained.
 
     Raises:
-        PlanError: the layers cannot be divided among the stages.
+        PlanError: the layers cannot be divided among the stages, or the tokens among the ranks.
     """
-    config = _config(numbers, pg, job)
+    config, cp = _config(numbers, pg, job), pg.size("cp")
+    pieces = pg.size("tp") * (2 * cp if cp > 1 else 1)
+    if job.seq_length % pieces:
+        raise PlanError(
+            f"{job.seq_length} tokens cannot be divided into {pieces} pieces, for tp="
+            f"{pg.size('tp')} and cp={cp}. Choose other sizes, or another --seq-length."
+        )
     vpp = config.virtual_pipeline_model_parallel_size or 1
     place = {"vp_stage": vp_stage, "pp_rank": pg.rank("pp")}
     layers = get_gpt_decoder_block_spec(
@@ -94,6 +100,8 @@ def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) ->
         dense = numbers.get("first_dense_layers", 0)
         given["moe_layer_freq"] = [0] * dense + [1] * (given["num_layers"] - dense)
         given |= _BALANCED
+        given["expert_model_parallel_size"] = pg.size("ep")
+        given["expert_tensor_parallel_size"] = pg.size("expt_tp")
     vpp = pg.layout.vpp if pg.layout is not None else None
     kind = MLATransformerConfig if given.get("multi_latent_attention") else TransformerConfig
     return kind(
@@ -105,8 +113,6 @@ def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) ->
         pipeline_model_parallel_size=pg.size("pp"),
         virtual_pipeline_model_parallel_size=vpp,
         context_parallel_size=pg.size("cp"),
-        expert_model_parallel_size=pg.size("ep"),
-        expert_tensor_parallel_size=pg.size("expt_tp"),
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,

@@ -16,6 +16,7 @@ import torch
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import megapg
+from megapg.communicators.lanes import NCCL_LANES
 from megapg.errors import PlanError
 from megapg.layout import GroupName, ParallelLayout
 from megapg.ownership.opening import fake_session
@@ -100,9 +101,10 @@ def _measured(
     layout: ParallelLayout, rank: int, model: Model, job: Job, alike: dict[Shape, Measured]
 ) -> Measured:
     """Build the stage of a rank, and measure it unless there was one of its shape."""
+    # As on NCCL, so that experts and replicas have a group each, also of equal ranks.
     with (
         torch.random.fork_rng(devices=[]),
-        fake_session(layout, rank) as session,
+        fake_session(layout, rank, lanes=NCCL_LANES) as session,
         megapg.published(session.groups),
     ):
         ranks = {f"{name}_rank": session.groups.rank(f) for name, f in _SEEDED.items()}

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from typing import Any
 
 import megapg
 from megapg.communicators.plan import Communicator
 from megapg.errors import PlanError
 from megapg.layout import GroupName, ParallelLayout
+from megapg.plan.bars import Memory, memory_of
 from megapg.plan.cluster import Cluster, load_cluster
+from megapg.plan.cures import find_in_training
 from megapg.plan.findings import Finding, find
+from megapg.plan.models import find_model
 from megapg.plan.nccl import MEASURED, Stages, of_rank, of_stages
 from megapg.plan.picture import NODES, Picture, draw_picture
 from megapg.plan.spans import Span, runs_of, span_of
 from megapg.plan.svg import to_svg
+from megapg.plan.training import Flow, Job, Training
 
 DEFAULT_CLUSTER = "H100-8"
+_NEEDS = "A plan of a model needs torch and Megatron-core: pip install 'megapg[torch,megatron]'."
 _SIZES = ("tp", "cp", "pp", "dp", "ep", "expt_tp", "expt_dp", "gtp_remat", "expt_gtp_remat")
 
 
@@ -33,6 +40,7 @@ class Plan:
         communicators: of the rank, as ``megapg.session(backend="nccl")`` makes them.
         stages: the number of communicators by pipeline stage.
         findings: problems, each with a cure.
+        training: the memory and the traffic of a training step; None without a model.
     """
 
     layout: ParallelLayout
@@ -42,6 +50,22 @@ class Plan:
     communicators: tuple[Communicator, ...]
     stages: tuple[Stages, ...]
     findings: tuple[Finding, ...]
+    training: Training | None = None
+
+    @property
+    def memory(self) -> Memory | None:
+        """The memory of each pipeline stage, for people; None without a model."""
+        if self.training is None:
+            return None
+        return memory_of(self.layout, self.cluster, self.training)
+
+    @property
+    def flows(self) -> list[Flow]:
+        """The traffic of the rank in one step, the most bytes first; empty without a model."""
+        if self.training is None:
+            return []
+        stage = self.layout.members("pp", self.rank).index(self.rank)
+        return sorted(self.training.stages[stage].flows, key=lambda flow: -flow.bytes)
 
     def picture(
         self, fields: Sequence[GroupName] = (), rank: int | None = None, nodes: int = NODES
@@ -80,22 +104,43 @@ class Plan:
                 "measured": [asdict(each) for each in MEASURED],
             },
             "grid": picture.as_json(),
+            "training": self.training and _as_json(self.training),
             "findings": [asdict(each) for each in self.findings],
         }
 
 
+def _as_json(training: Training) -> dict[str, Any]:
+    totals = [each.total for each in training.stages]
+    stages = zip(asdict(training)["stages"], totals, strict=True)
+    return {
+        "megatron_core": version("megatron-core"),
+        "job": asdict(training.job),
+        "weights": training.weights,
+        "stages": [stage | {"total": total} for stage, total in stages],
+        "fullest": training.fullest.stage,
+    }
+
+
 def make_plan(
-    layout: ParallelLayout, cluster: Cluster | str = DEFAULT_CLUSTER, *, rank: int | None = None
+    layout: ParallelLayout,
+    cluster: Cluster | str = DEFAULT_CLUSTER,
+    *,
+    rank: int | None = None,
+    job: Job | None = None,
+    say: Callable[[str], object] | None = None,
 ) -> Plan:
-    """Return the plan of a layout. Needs no GPU and no torch.
+    """Return the plan of a layout. Needs no GPU, and torch and Megatron-core only for a job.
 
     Args:
         layout: the layout.
         cluster: a cluster, or its name or file as in ``megapg plan --cluster``.
         rank: the rank whose groups are shown. Default: the lowest.
+        job: also count the memory and the traffic of a step of this job.
+        say: called with a line of text before each stage is counted.
 
     Raises:
-        PlanError: the cluster does not exist or has too few GPUs, or the rank is not in the layout.
+        PlanError: the cluster or the model does not exist, or the layout does not fit them. Or the
+            rank is not in the layout.
     """
     if isinstance(cluster, str):
         cluster = load_cluster(cluster)
@@ -108,6 +153,12 @@ def make_plan(
     rank = min(layout.ranks) if rank is None else rank
     if rank not in layout.ranks:
         raise PlanError(f"rank {rank} is not in the layout, which has {layout.world_size} ranks.")
+    training = None
+    findings = find(layout, cluster)
+    if job is not None:
+        measure = _measure(cluster, job, say)
+        training = measure(layout, job)
+        findings = find_in_training(layout, cluster, training, measure, findings)
     made = of_rank(layout, rank)
     fields = [field for field in layout.families if field not in ("dp_cp_ag", "expt_dp_ag")]
     return Plan(
@@ -117,8 +168,26 @@ def make_plan(
         tuple(span_of(layout, cluster, field, rank) for field in fields),
         tuple(made),
         tuple(of_stages(layout, rank)),
-        tuple(find(layout, cluster)),
+        tuple(findings),
+        training,
     )
+
+
+def _measure(
+    cluster: Cluster, job: Job, say: Callable[[str], object] | None
+) -> Callable[[ParallelLayout, Job], Training]:
+    """Return a function that counts a step of the job's model."""
+    try:
+        from megapg.plan.measure import measure
+    except ImportError as error:
+        raise PlanError(f"{error}. {_NEEDS}") from error
+    model = find_model(job.model)
+
+    @functools.cache
+    def counted(layout: ParallelLayout, job: Job) -> Training:
+        return measure(layout, cluster, model, job, say)
+
+    return counted
 
 
 def draw_svg(

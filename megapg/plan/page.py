@@ -6,6 +6,7 @@ import json
 from html import escape
 from pathlib import Path
 
+from megapg.plan.bars import text_of_bytes
 from megapg.plan.overview import Plan
 from megapg.plan.picture import Picture
 from megapg.plan.spans import text_of_ranks
@@ -18,8 +19,9 @@ def to_html(plan: Plan, picture: Picture) -> str:
     """Return the text of a file that needs no other file and no network."""
     parts = {
         "title": escape(picture.title),
-        "picture": to_svg(picture),
+        "picture": to_svg(picture, plan.memory),
         "fields": _fields(plan),
+        "traffic": _traffic(plan),
         "findings": _findings(plan),
         "groups": json.dumps(_groups(plan, picture)),
     }
@@ -50,6 +52,22 @@ def _fields(plan: Plan) -> str:
             cells = (span.field, f"{span.size:,}", f"{span.count:,}", nodes, span.link)
             rows.append(f'<tr data-field="{span.field}"><td>{"</td><td>".join(cells)}</td></tr>')
     return "\n".join(rows)
+
+
+def _traffic(plan: Plan) -> str:
+    """Return the heading and the table of the rank's traffic; nothing without a model."""
+    if plan.training is None:
+        return ""
+    names = ("field", "collective", "calls", "bytes", "leave the node")
+    rows = ["<tr><th>" + "</th><th>".join(names) + "</th></tr>"]
+    for flow in plan.flows:
+        size, share = text_of_bytes(flow.bytes), f"{flow.crossing:.0%}"
+        cells = (flow.field, flow.collective, f"{flow.count:,}", size, share)
+        rows.append(f"<tr><td>{'</td><td>'.join(cells)}</td></tr>")
+    table = "\n".join(rows)
+    return (
+        f"<h2>Traffic of rank {plan.rank} in one step</h2>\n<table class='traffic'>{table}</table>"
+    )
 
 
 def _findings(plan: Plan) -> str:

@@ -1,31 +1,16 @@
-"""A plan in the terminal: 80 columns, readable without colour."""
+"""The grid of a picture in the terminal: 80 columns, readable without colour."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console, Group
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from megapg.plan.nccl import MEASURED
-from megapg.plan.overview import Plan
 from megapg.plan.picture import Panel, Picture
-from megapg.plan.spans import text_of_ranks
 
 _WIDTH = 80
 _ACROSS = 8  # cells in a line of a node
 _STYLES = ("cyan", "yellow", "magenta", "green", "blue", "red", "bright_cyan", "bright_yellow")
-
-
-def show(plan: Plan, picture: Picture, console: Console) -> None:
-    """Print the grid, the groups, the communicators and the findings."""
-    for part in (grid(picture), groups(plan), communicators(plan), findings(plan)):
-        console.print(part)
-
-
-# --- the grid -------------------------------------------------------------------------------------
 
 
 def grid(picture: Picture) -> Text:
@@ -91,75 +76,3 @@ def _row(picture: Picture, panel: Panel, node: int, at: int, cell: int) -> Text:
         else:
             row.append(str(number).rjust(cell), style=_STYLES[number % len(_STYLES)])
     return row
-
-
-# --- groups, communicators, findings --------------------------------------------------------------
-
-
-def groups(plan: Plan) -> Table:
-    """Return a table with a row for each communicator of the plan's rank."""
-    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-    table.title = Text(f"\nGroups, and the ranks that share one with rank {plan.rank}")
-    table.title_style = "bold"
-    for name in ("size", "groups", "nodes", "link"):
-        table.add_column(name, justify="left" if name == "link" else "right", no_wrap=True)
-    table.add_column("ranks", no_wrap=True)
-    table.add_column("fields")
-    spans = {span.field: span for span in plan.spans}
-    alone: list[str] = []
-    for made in plan.communicators:
-        span = spans[made.fields[0]]  # type: ignore[index]
-        if len(made.ranks) == 1:
-            alone += made.fields
-            continue
-        table.add_row(
-            f"{span.size:,}",
-            f"{span.count:,}",
-            "-".join(f"{n:,}" for n in sorted({*span.nodes})),
-            Text(span.link, style="yellow" if span.link == "network" else ""),
-            text_of_ranks(made.ranks),
-            " ".join(made.fields),
-        )
-    if alone:
-        table.add_row("1", "", "", "none", str(plan.rank), " ".join(alone))
-    return table
-
-
-def communicators(plan: Plan) -> Group:
-    """Return the number of communicators of a rank, and their memory."""
-    lines = []
-    for each in plan.stages:
-        low, high = (f"{size / 2**30:.1f}" for size in each.memory)
-        several = "s" * (len(each.stages) > 1)
-        stages = f"Stage{several} {_stages(each.stages)}: " if len(plan.stages) > 1 else ""
-        lines.append(
-            f"{stages}{each.connected} of two ranks or more. They take {low} to {high} GiB of a "
-            "GPU when all are in use."
-        )
-    ordered = sorted(MEASURED, key=lambda measured: measured.bytes)
-    sources = [
-        f"Measured: {end.bytes / 2**20:.0f} MiB for each ({end.source})."
-        for end in (ordered[0], ordered[-1])
-    ]
-    return _section(
-        "NCCL communicators of a rank, without WORLD",
-        [*map(Text, lines), *(Text(line, style="dim") for line in sources)],
-    )
-
-
-def _stages(stages: Sequence[int]) -> str:
-    return text_of_ranks(stages) if len(stages) > 1 else str(stages[0])
-
-
-def findings(plan: Plan) -> Group:
-    """Return each problem with its cure."""
-    lines = []
-    for each in plan.findings:
-        lines.append(Text(each.what[0].upper() + each.what[1:], style="yellow"))
-        lines.append(Text(f"Cure: {each.cure}"))
-    return _section("Findings", lines or [Text("None.")])
-
-
-def _section(title: str, lines: Sequence[Text]) -> Group:
-    """Return lines below a title. The further lines of a wrapped one are indented."""
-    return Group(Text(f"\n{title}", style="bold"), *(Padding(line, (0, 0, 0, 2)) for line in lines))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
+from textwrap import wrap
 
+from megapg.plan.bars import LETTERS, PARTS, Bar, Memory, text_of_bytes
 from megapg.plan.picture import Panel, Picture
 
 # Eight colours that people with any colour vision tell apart, light enough for dark text: Paul
@@ -28,6 +30,8 @@ STYLE = """
 .megapg .quiet{fill:#5b6478}
 .megapg .small{font-size:9.5px}
 .megapg .cell text{fill:#14171f;text-anchor:middle;font-variant-numeric:tabular-nums}
+.megapg .part text{fill:#14171f;text-anchor:middle}
+.megapg .limit{stroke:#b3420e;stroke-width:2;stroke-dasharray:5 3}
 .megapg .none rect{fill:none;stroke:#8a93a6;stroke-dasharray:2 2}
 .megapg .none text{fill:#5b6478}
 .megapg.on .cell{opacity:.22}
@@ -43,23 +47,27 @@ STYLE = """
 .megapg .node{stroke:#7b849a}
 .megapg.on .lit .box{stroke:#ffffff}
 .megapg .slow{fill:#ffa07a}
+.megapg .limit{stroke:#ffa07a}
 }
 """
 
 _ACROSS = 8  # cells in a line of a node
 _HEIGHT = 17  # of a cell
 _MARGIN, _GAP, _MORE = 20, 10, 34
+_BAR, _BARS = 22, 640  # height of a bar, and least width of all
 _LINE = 1150  # widest picture with several panels in a line; three stay below each other
 
 
-def to_svg(picture: Picture) -> str:
-    """Return the picture as the text of an SVG file."""
+def to_svg(picture: Picture, memory: Memory | None = None) -> str:
+    """Return the picture as the text of an SVG file, with a bar for each pipeline stage below."""
     cell = 10 + 6.4 * max(len(str(n)) for panel in picture.panels for n in (0, *_numbers(panel)))
     drawn = [_Drawing(picture, panel, max(cell, 18)) for panel in picture.panels]
     fitting = int((_LINE + 3 * _GAP) // (drawn[0].width + 3 * _GAP))
     columns = max(1, min(len(drawn) if drawn[0].width < _LINE / 3 else len(drawn) // 2, fitting))
     legend = _legend(picture)
     texts = max(11 * len(picture.title), 5.9 * max(map(len, legend)))
+    if memory is not None:
+        texts = max(texts, _BARS)
     width = max(columns * (drawn[0].width + 3 * _GAP) - 3 * _GAP, texts) + 2 * _MARGIN
     top, parts = 62.0, []
     for start in range(0, len(drawn), columns):
@@ -68,11 +76,15 @@ def to_svg(picture: Picture) -> str:
             left = _MARGIN + place * (drawing.width + 3 * _GAP)
             parts.append(f'<g transform="translate({left:g} {top:g})">{drawing.text}</g>')
         top += line[0].height + 2 * _GAP
-    height = top + 16 * len(legend) + 8
     lines = "".join(
         f'<text class="quiet" x="{_MARGIN}" y="{top + 8 + 16 * n:g}">{escape(text)}</text>'
         for n, text in enumerate(legend)
     )
+    height = top + 16 * len(legend) + 8
+    if memory is not None:
+        bars, room = _memory(memory, width - 2 * _MARGIN)
+        lines += f'<g class="memory" transform="translate({_MARGIN} {height + 30:g})">{bars}</g>'
+        height += room + 30
     lit = " on" * (picture.rank is not None)
     about = "Each field's groups on the grid of nodes by local ranks."
     return (
@@ -99,6 +111,63 @@ def _legend(picture: Picture) -> list[str]:
     gap = next((hidden for _, hidden, _ in picture.gaps() if hidden), 0)
     more = f" +{gap:,} stands for {gap:,} more nodes." if gap else ""
     return [text, picture.note + more] if picture.note else [text]
+
+
+def _memory(memory: Memory, width: float) -> tuple[str, float]:
+    """Return the bars of the stages, and the height that they take."""
+    label = 10 + 6.2 * max(len(bar.name) for bar in memory.bars)
+    scale = (width - label - 70) / memory.longest
+    parts = ['<text class="h2">Memory of a rank by pipeline stage</text>']
+    parts += _text(memory.job, 19, width)
+    x, y = 0.0, 16.0 + 16 * len(parts)
+    for letter, part, colour in zip(LETTERS, PARTS, COLOURS, strict=False):
+        box = _part(letter, x, y, 16, colour)
+        parts.append(f'{box}<text x="{x + 21:g}" y="{y + 15:g}">{part}</text>')
+        x += 34 + 6.4 * len(part)
+    top = y = y + _BAR + 8
+    for bar in memory.bars:
+        if hidden := memory.gap_before(bar):
+            parts.append(f'<text class="quiet" y="{y + 12:g}">+{hidden:,} stages</text>')
+            y += 18
+        parts.append(_bar(bar, y, label, scale))
+        y += _BAR + 4
+    edge = label + scale * memory.limit
+    parts.append(
+        f'<path class="limit" d="M{edge:g} {top - 4:g}V{y:g}"/>'
+        f'<text class="slow" text-anchor="end" x="{edge:g}" y="{y + 12:g}">'
+        f"{memory.gpu} of a GPU</text>"
+    )
+    about = [*_text(memory.verdict, y + 34, width), *_text(memory.assumptions, y + 50, width)]
+    return "".join([*parts, *about]), y + 34 + 16 * len(about)
+
+
+def _text(text: str, y: float, width: float) -> list[str]:
+    """Return a text in as many lines as it needs."""
+    return [
+        f'<text class="quiet" y="{y + 16 * n:g}">{escape(line)}</text>'
+        for n, line in enumerate(wrap(text, int(width / 5.9)))
+    ]
+
+
+def _bar(bar: Bar, y: float, label: float, scale: float) -> str:
+    x = label
+    drawn = [f'<text x="0" y="{y + 15:g}">{bar.name}</text>']
+    for letter, part, size, colour in zip(LETTERS, PARTS, bar.sizes, COLOURS, strict=False):
+        about = f"{part}: {text_of_bytes(size)}"
+        drawn.append(_part(letter, x, y, scale * size, colour, about))
+        x += scale * size
+    drawn.append(f'<text x="{x + 6:g}" y="{y + 15:g}">{text_of_bytes(bar.cost.total)}</text>')
+    return f'<g class="bar" data-stage="{bar.label}">{"".join(drawn)}</g>'
+
+
+def _part(letter: str, x: float, y: float, width: float, colour: str, about: str = "") -> str:
+    middle = f'x="{x + width / 2:g}" y="{y + 15:g}"'
+    text = f"<text {middle}>{letter}</text>" if width >= 12 else ""
+    title = f"<title>{about}</title>" if about else ""
+    return (
+        f'<g class="part"><rect x="{x:g}" y="{y:g}" width="{width:g}" height="{_BAR}" '
+        f'fill="{colour}" stroke="#14171f" stroke-width=".5"/>{text}{title}</g>'
+    )
 
 
 class _Drawing:

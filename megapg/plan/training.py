@@ -100,6 +100,11 @@ class Training:
     stages: tuple[StageCost, ...]
 
     @property
+    def fields(self) -> set[GroupName]:
+        """The fields whose groups communicate in a step."""
+        return {flow.field for stage in self.stages for flow in stage.flows}
+
+    @property
     def fullest(self) -> StageCost:
         """The stage whose ranks hold most."""
         return max(self.stages, key=lambda stage: stage.total)

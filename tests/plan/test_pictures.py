@@ -12,11 +12,12 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
+from megapg.cli.plan_screen import show
 from megapg.layout import ParallelLayout
 from megapg.plan import load_cluster, make_plan
 from megapg.plan.page import to_html
 from megapg.plan.picture import draw_picture
-from megapg.plan.screen import grid, show
+from megapg.plan.screen import grid
 from megapg.plan.svg import COLOURS, PALE, STYLE, to_svg
 
 ROOT = Path(__file__).parents[2]

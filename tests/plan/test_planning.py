@@ -256,23 +256,27 @@ def test_a_large_world_takes_two_cpu_seconds_and_no_torch(tmp_path):
 def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch):
     """A line of the page that is cut here has ``...`` at its end, or is in a shell's block."""
     page = PAGE.read_text()
-    words = re.search(r"\$ megapg (plan .*)\n512 ranks", page)[1].split()
-    done = cli.megapg(*words, at=tmp_path, COLUMNS="130")
-    printed = {line.rstrip() for line in done.stdout.decode().splitlines()}
+    programs = re.findall(r"```python\n(.*?)```", page, re.S)
+    for program in programs:
+        if file := re.match(r"# (\w+\.py)\n", program):
+            (tmp_path / file[1]).write_text(program)
+    commands = {}
+    for command, _ in re.findall(r"\$ megapg (plan .*)\n([^`]*)```", page):
+        done = cli.megapg(*command.split(), at=tmp_path, COLUMNS="130")
+        commands[command] = re.sub(r" +$", "", done.stdout.decode(), flags=re.M)
+    printed = {line for text in commands.values() for line in text.splitlines()}
     for block in re.findall(r"```text\n(.*?)```", page, re.S):
         for line in block.splitlines():
             start = line.removesuffix(" ...")
             assert any(each == line or each.startswith(start + " ") for each in printed), line
     for command, output in re.findall(r"\$ megapg (plan .*)\n([^`]*)```", page):
-        done = cli.megapg(*command.split(), at=tmp_path, COLUMNS="130")
         lines = [
             r"(?:.*\n)*?" if line == "..." else re.escape(line) + r"\n"
             for line in output.splitlines()
         ]
-        text = re.sub(r" +$", "", done.stdout.decode(), flags=re.M)
-        assert re.fullmatch("".join(lines), text), command
+        assert re.fullmatch("".join(lines), commands[command]), command
     monkeypatch.chdir(tmp_path)
-    for program in re.findall(r"```python\n(.*?)```", page, re.S):
+    for program in programs:
         exec(program, {})
     assert (tmp_path / "plan.svg").exists()
     (tmp_path / "mine.toml").write_text(re.search(r"```toml\n(.*?)```", page, re.S)[1])
