@@ -163,16 +163,16 @@ def plan(
     The grid has a row for each node, and the number of the group for each rank. Below are the nodes
     that groups cross, the NCCL communicators of a session, and problems with cures.
 
-    With --model, also the memory of each pipeline stage, and the traffic of a rank in one training
-    step: megapg builds the model of every stage without weights, and counts.
+    With --model, megapg builds the model of each pipeline stage without weights, and runs a step.
+    It shows the memory of each stage and the traffic of a rank.
 
     Groups in a node communicate over NVLink, other groups over the network. tp, cp and ep
-    communicate in every layer, pp for every microbatch, and dp for every step.
+    communicate in every layer. pp communicates for every microbatch, and dp for every step.
 
     megapg/plan/schema.json describes the JSON.
 
     Exit code 0: the plan is printed, with findings or without. 2: the sizes do not fit together,
-    on the cluster or to the model, or an option names what does not exist.
+    the cluster or the model, or a named cluster, model or file does not exist.
 
     Example: megapg plan --world-size 512 --tp 8 --pp 8 --cluster 64xH100-8
 

@@ -244,15 +244,29 @@ def open_sessions() -> tuple[Session, ...]:
     return tuple(owner for owner in open_owners() if isinstance(owner, Session))
 
 
-def fake_session(layout: ParallelLayout, rank: int, *, gloo: Fields = ()) -> Session:
+def fake_session(
+    layout: ParallelLayout,
+    rank: int,
+    *,
+    gloo: Fields = (),
+    lanes: Mapping[str, str] | None = None,
+) -> Session:
     """Open a session on torch's fake backend: one process plays ``rank``, without communication.
+
+    Args:
+        layout: the layout.
+        rank: the rank.
+        gloo: fields that also get a gloo group.
+        lanes: field -> lane. Fields on different lanes share no group. Default: all may share.
 
     Raises:
         SessionError: torch.distributed is initialised already.
     """
     check_version()
     world = fake_world(rank, max(layout.ranks) + 1)
-    recipe = Recipe("fake", {}, {}, frozenset(), all_gather_groups=False, gloo=frozenset(gloo))
+    recipe = Recipe(
+        "fake", lanes or {}, {}, frozenset(), all_gather_groups=False, gloo=frozenset(gloo)
+    )
     try:
         check_recipe(recipe, world, layout)
         return Session(

@@ -48,9 +48,15 @@ def build(
         job: what is trained.
 
     Raises:
-        PlanError: the layers cannot be divided among the stages.
+        PlanError: the layers cannot be divided among the stages, or the tokens among the ranks.
     """
-    config = _config(numbers, pg, job)
+    config, cp = _config(numbers, pg, job), pg.size("cp")
+    pieces = pg.size("tp") * (2 * cp if cp > 1 else 1)
+    if job.seq_length % pieces:
+        raise PlanError(
+            f"{job.seq_length} tokens cannot be divided into {pieces} pieces, for tp="
+            f"{pg.size('tp')} and cp={cp}. Choose other sizes, or another --seq-length."
+        )
     vpp = config.virtual_pipeline_model_parallel_size or 1
     place = {"vp_stage": vp_stage, "pp_rank": pg.rank("pp")}
     layers = get_gpt_decoder_block_spec(

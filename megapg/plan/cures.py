@@ -16,6 +16,7 @@ from megapg.plan.training import Job, Training
 Measure = Callable[[ParallelLayout, Job], Training]
 
 _UNEVEN = 1.2  # the fullest stage, by the mean of all
+_FULL = 0.5  # of a GPU. If less is held, uneven stages do no harm.
 _TRIES = 2  # each counts a whole model
 
 
@@ -41,7 +42,8 @@ def find_in_training(
         what = f"no group of ep communicates: {training.job.model} has no experts."
         found.append(Finding("no-experts", what, f"Leave out --ep {layout.ep}."))
     step = _Step(layout, cluster, training, measure)
-    return [*found, *_out_of_memory(step), *_uneven(step), *_communicators(training)]
+    of_memory = [*_out_of_memory(step)] or [*_uneven(step)]
+    return [*found, *of_memory, *_communicators(training)]
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def _try(step: _Step, change: _Change) -> Training | None:
 
 def _uneven(step: _Step) -> Iterator[Finding]:
     full, over = step.training.fullest, _over(step.training)
-    if over <= _UNEVEN:
+    if over <= _UNEVEN or full.total <= _FULL * step.limit:
         return
     what = f"uneven stages: a rank of stage {full.stage} holds {over - 1:.0%} more than the mean."
     cure = (

@@ -12,7 +12,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import cast
 
+import torch
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
 import megapg
+from megapg.communicators.lanes import NCCL_LANES
+from megapg.errors import PlanError
 from megapg.layout import GroupName, ParallelLayout
 from megapg.ownership.opening import fake_session
 from megapg.plan.cluster import Cluster
@@ -22,9 +27,9 @@ from megapg.plan.pipeline import most_kept
 from megapg.plan.stage import Measured, Shape, Stage
 from megapg.plan.training import Flow, Job, StageCost, Training
 from megapg.testing.cpu import megatron_on_cpu
-from megapg.testing.weightless import weightless
+from megapg.torch_private.weightless import weightless
 
-_SEED = 1234
+_SEEDED: dict[str, GroupName] = {"tp": "tp", "ep": "ep", "etp": "expt_tp"}
 
 
 def measure(
@@ -47,7 +52,7 @@ def measure(
         say: called with a line of text before each stage.
 
     Raises:
-        PlanError: the model can't be built in this layout.
+        PlanError: the model can't be built or trained in this layout.
         SessionError: torch.distributed is initialised in this process.
     """
     pipeline = layout.members("pp", layout.ranks[0])
@@ -96,18 +101,32 @@ def _measured(
     layout: ParallelLayout, rank: int, model: Model, job: Job, alike: dict[Shape, Measured]
 ) -> Measured:
     """Build the stage of a rank, and measure it unless there was one of its shape."""
-    with fake_session(layout, rank) as session, megapg.published(session.groups):
-        megapg.seed_all(_SEED, session.groups)
+    # As on NCCL, so that experts and replicas have a group each, also of equal ranks.
+    with (
+        torch.random.fork_rng(devices=[]),
+        fake_session(layout, rank, lanes=NCCL_LANES) as session,
+        megapg.published(session.groups),
+    ):
+        ranks = {f"{name}_rank": session.groups.rank(f) for name, f in _SEEDED.items()}
+        model_parallel_cuda_manual_seed(1, **ranks)
         stage = Stage(model, session.groups, job)
         if stage.shape not in alike:
-            alike[stage.shape] = stage.measure()
+            try:
+                alike[stage.shape] = stage.measure()
+            except Exception as error:
+                words = f"a step of rank {rank} failed: {type(error).__name__}: {error}"
+                raise PlanError(f"--model {model.name}: {words}") from error
         return alike[stage.shape]
 
 
 def _flows(
     layout: ParallelLayout, cluster: Cluster, job: Job, rank: int, found: Measured
 ) -> tuple[Flow, ...]:
-    """Return the traffic of a step, with the messages between stages."""
+    """Return the traffic of a step, with the messages between stages.
+
+    Groups of one rank send nothing. Groups that are not the session's have no field, and are left
+    out.
+    """
     sums: dict[tuple[GroupName, str], tuple[int, int]] = {}
     times = [*((rows, job.microbatches) for rows in found.microbatch), (found.step, 1)]
     for rows, repeated in times:

@@ -16,7 +16,6 @@ of tokens, unless ``recompute`` is ``selective`` or ``full``.
 
 from __future__ import annotations
 
-import inspect
 import tomllib
 import traceback
 from collections.abc import Mapping
@@ -174,8 +173,9 @@ def _call(
 
     from megapg.megatron import published
 
+    parameters = function.__signature__.parameters
     offered = {"vp_stage": vp_stage, "recompute": job.recompute, "seq_length": job.seq_length}
-    taken = {key: value for key, value in offered.items() if _takes(function, key)}
+    taken = {key: value for key, value in offered.items() if key in parameters}
     if job.recompute != "none" and "recompute" not in taken:
         raise PlanError(
             f"--model {name}: the function has no parameter recompute, so the plan can't ask for "
@@ -200,13 +200,6 @@ def _call(
             f"{longest}. Plan with --seq-length {longest}."
         )
     return chunk
-
-
-def _takes(function: Named, parameter: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return parameter in parameters or any(
-        each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()
-    )
 
 
 def _said(name: str, error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -138,8 +139,8 @@ def make_plan(
         say: called with a line of text before each stage is counted.
 
     Raises:
-        PlanError: the cluster or the model does not exist, the cluster has too few GPUs, the model
-            does not fit the layout, or the rank is not in the layout.
+        PlanError: the cluster or the model does not exist, or the layout does not fit them. Or the
+            rank is not in the layout.
     """
     if isinstance(cluster, str):
         cluster = load_cluster(cluster)
@@ -181,7 +182,12 @@ def _measure(
     except ImportError as error:
         raise PlanError(f"{error}. {_NEEDS}") from error
     model = find_model(job.model)
-    return lambda layout, job: measure(layout, cluster, model, job, say)
+
+    @functools.cache
+    def counted(layout: ParallelLayout, job: Job) -> Training:
+        return measure(layout, cluster, model, job, say)
+
+    return counted
 
 
 def draw_svg(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def storages(tensors: Iterable[torch.Tensor], without: Iterable[int] = ()) -> dict[int, int]:
@@ -19,7 +20,8 @@ def storages(tensors: Iterable[torch.Tensor], without: Iterable[int] = ()) -> di
 
 
 def _number(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    weak = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return int(weak.cdata)
 
 
 class Saved:

@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rank of a stage holds and sends, without the messages between stages.
+    """The memory and the collectives of a rank, without the messages between stages.
 
     Attributes:
         weights: number of parameters of the rank.

@@ -243,6 +243,7 @@ NAMES_THEM = {
     "torch_private/__init__.py",
     "torch_private/collectives.py",
     "torch_private/meshes.py",
+    "torch_private/weightless.py",
     "megatron/vendored/process_groups.py",  # runs in projects without megapg
     "checkpoint/safe_metadata.py",  # names in files, for any installed torch
     "checkpoint/safe_torch.py",

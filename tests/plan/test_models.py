@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -117,6 +119,15 @@ def test_uneven_chunks_as_published() -> None:
 def test_layers_that_do_not_divide() -> None:
     with pytest.raises(PlanError, match=r"80 layers .* pp=3 x vpp=1 = 3 .*1, 2, 4, 5, 8, 10"):
         built("llama3-70b", pp=3)
+
+
+def test_tokens_that_do_not_divide() -> None:
+    with pytest.raises(
+        PlanError, match="2048 tokens cannot be divided into 6 pieces, for tp=6 and"
+    ):
+        built("gpt3-175b", tp=6, cp=1)
+    with pytest.raises(PlanError, match=r"8192 tokens .* into 24 pieces, for tp=4 and cp=3"):
+        built("llama3-8b", tp=4, cp=3)
 
 
 def test_heads_that_do_not_divide() -> None:
@@ -264,6 +275,9 @@ def build(pg, vp_stage=None, recompute="none", seq_length=128):
 def plain(pg):
     return build(pg)
 
+def options(pg, **config):
+    return build(pg, **config)
+
 def several(pg):
     return [build(pg), build(pg)]
 
@@ -293,6 +307,7 @@ def test_a_function_of_a_file(user_file: Path) -> None:
     assert find_model(f"{user_file}:build").seq_length == 128
     assert of_user(user_file, "build", "selective").config.recompute_granularity == "selective"
     assert len(of_user(user_file, "plain").decoder.layers) == 2
+    assert len(of_user(user_file, "options").decoder.layers) == 2
     assert len(of_user(user_file, "several", stage=1).decoder.layers) == 2
 
 
@@ -305,9 +320,9 @@ def test_a_function_of_a_module(user_file: Path) -> None:
     [
         ("plain", "full", 64, "no parameter recompute.*Add recompute='none'.*--recompute none"),
         ("nothing", "none", 64, "returned NoneType. Return a module"),
-        ("wrong", "none", 64, r"RuntimeError at line 26 of .*: no such tokenizer"),
+        ("wrong", "none", 64, r"RuntimeError at line 29 of .*: no such tokenizer"),
         ("build", "none", 128, "128 tokens, and the model takes 64. Plan with --seq-length 64"),
-        ("absent", "none", 64, "no function 'absent'. It has build, plain, several"),
+        ("absent", "none", 64, "no function 'absent'. It has build, plain, options"),
     ],
 )
 def test_errors_of_functions(
@@ -315,6 +330,30 @@ def test_errors_of_functions(
 ) -> None:
     with pytest.raises(PlanError, match=message):
         of_user(user_file, function, recompute, seq)
+
+
+@pytest.mark.parametrize("absent", ["torch", "megatron"])
+def test_models_are_named_without_torch(absent: str, user_file: Path) -> None:
+    code = f"""
+import sys
+sys.modules[{absent!r}] = None
+from megapg.errors import PlanError
+from megapg.plan.models import find_model
+from megapg.plan.training import Job
+model = find_model("llama3-8b")
+print(model.seq_length)
+for attempt in (
+    lambda: model.build(None, job=Job(model="", seq_length=8)),
+    lambda: find_model({str(user_file) + ":build"!r}),
+):
+    try:
+        attempt()
+    except PlanError as error:
+        print(error)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("8192\n")
+    assert ran.stdout.count("pip install 'megapg[torch,megatron]'") == 2
 
 
 @pytest.mark.parametrize(

@@ -312,6 +312,8 @@ def test_uneven_stages_name_the_fullest():
     measure, _ = recorded(training_of([50, 10, 10, 5]))
     (found,) = findings_of(training_of([50, 20, 20, 5]), measure)
     assert "pipeline_model_parallel_layout" in found.cure
+    # Less than half of a GPU is held.
+    assert findings_of(training_of([10, 1, 1, 1], parts=(4, 6, 2, (3, 5))), never) == []
 
 
 def test_communicators_that_take_more_than_gradients():
@@ -361,7 +363,8 @@ def test_the_command_counts_a_step_of_a_model(tmp_path):
     words = "--world-size 64 --tp 4 --pp 2 --ep 2 --cluster 8xH100-8 --model llama3-8b"
     files = ("--svg", "plan.svg", "--html", "plan.html")
     done = cli.megapg("plan", *words.split(), "--rank", 5, "--json", *files, at=tmp_path)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.returncode == 0, done.stderr
+    assert b"Falling back" not in done.stderr
     found = json.loads(done.stdout)
     check_schema(found, SCHEMA)
     step = found["training"]

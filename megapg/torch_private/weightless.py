@@ -1,4 +1,7 @@
-"""Tensors without content, so that a model of any size fits on this host."""
+"""Tensors without content, so that a model of any size fits on this host.
+
+The rules of the parent package hold here.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from megapg import torch_private
+from megapg.torch_private import BACKWARD
 
 _META = torch.device("meta")
 _MOST = 1 << 21  # elements of a tensor whose content is kept
@@ -31,13 +34,15 @@ def weightless() -> Iterator[None]:
     Enter the block inside :func:`megapg.testing.megatron_on_cpu`, and with fake process groups.
 
     Shapes can depend on content: the router of a mixture of experts decides how many tokens an
-    expert gets. So the content of small tensors is kept as far as it is known: constants, and what
-    is computed from known content alone. The indices of ``topk`` count as known. They are evenly
-    distributed. An unknown number reads as 0.
+    expert gets. So small tensors keep their content if it is known. Constants are known, and
+    results of known content. The indices of ``topk`` count as known, and are evenly distributed. An
+    unknown number reads as 0.
 
     Collectives of objects return equal objects for all ranks.
+
+    Public: ``torch.device("meta")``, which leaves tensors with a device and content alone.
     """
-    owner, name = pkgutil.resolve_name(torch_private.BACKWARD[0]), torch_private.BACKWARD[1]
+    owner, name = pkgutil.resolve_name(BACKWARD[0]), BACKWARD[1]
     backward = _backward_inside_the_mode(getattr(owner, name))
     with (
         mock.patch.object(dist, "all_gather_object", _gather_objects),
@@ -69,7 +74,7 @@ class _Functions(TorchFunctionMode):
     """Replaces functions that work below the operators.
 
     Megatron-core's optimizer asks for the type of a tensor, and makes a tensor of others. Its
-    dispatcher of tokens makes arrays.
+    dispatcher of tokens makes arrays. Memory can't be pinned without CUDA.
     """
 
     @override
@@ -80,6 +85,8 @@ class _Functions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if kwargs and kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.type and len(args) == 1 and args[0].device == _META:
             kind = args[0].dtype
             name = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
@@ -138,7 +145,7 @@ class _Weightless(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is looked up of an operator.
+    """The properties of an operator.
 
     Attributes:
         name: such as ``aten.add``.
