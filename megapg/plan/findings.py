@@ -45,7 +45,7 @@ def _experts(layout: ParallelLayout, cluster: Cluster) -> Iterator[Finding]:
         return
     what = f"experts leave NVLink: {_reach(layout, cluster, 'ep')} in every layer of experts."
     cure = _other_order(layout, cluster, "ep", "tp", "expt_tp")
-    whole = changed(layout, expt_tp=1) if layout.expt_tp > 1 else None
+    whole = _changed(layout, expt_tp=1) if layout.expt_tp > 1 else None
     if not cure and whole and _inside(whole, cluster, "ep"):
         cure = (
             f"--expt-tp 1 keeps the groups of ep inside {_domain(cluster)}. A rank then holds "
@@ -60,7 +60,7 @@ def _other_order(layout: ParallelLayout, cluster: Cluster, *fields: GroupName) -
     axes = dict.fromkeys([*layout.order.split("-"), *AXES])
     for others in itertools.permutations(axis for axis in axes if axis != "pp"):
         order = "-".join([*others, "pp"])
-        other = changed(layout, order=order)
+        other = _changed(layout, order=order)
         if other and all(_inside(other, cluster, field) for field in fields):
             kept = " and ".join(fields[:2])
             return f"--order {order} keeps the groups of {kept} inside {_domain(cluster)}."
@@ -72,15 +72,15 @@ def _smaller_tp(layout: ParallelLayout, cluster: Cluster) -> str:
     for tp in range(min(layout.tp - 1, cluster.domain_size), 0, -1):
         factor, rest = divmod(layout.tp, tp)
         sizes = {"tp": tp, "expt_tp": tp if layout.expt_tp == layout.tp else layout.expt_tp}
-        grown = changed(layout, **sizes, pp=layout.pp * factor) if not rest else None
-        other = grown or changed(layout, **sizes)
+        grown = _changed(layout, **sizes, pp=layout.pp * factor) if not rest else None
+        other = grown or _changed(layout, **sizes)
         if other and _inside(other, cluster, "tp"):
             pipeline = f" --pp {other.pp}" if grown else ""
             return f"--tp {tp}{pipeline} keeps the groups of tp inside {_domain(cluster)}."
     return f"No smaller tp fits this layout and keeps its groups inside {_domain(cluster)}."
 
 
-def changed(layout: ParallelLayout, **changes: Any) -> ParallelLayout | None:
+def _changed(layout: ParallelLayout, **changes: Any) -> ParallelLayout | None:
     """Return the layout with other sizes; None if they do not fit together."""
     try:
         return replace(layout, **changes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -156,8 +155,8 @@ def make_plan(
     training = None
     findings = find(layout, cluster)
     if job is not None:
-        measure = _measure(cluster, job, say)
-        training = measure(layout, job)
+        measure = _measure(layout, cluster, job, say)
+        training = measure(job)
         findings = find_in_training(layout, cluster, training, measure, findings)
     made = of_rank(layout, rank)
     fields = [field for field in layout.families if field not in ("dp_cp_ag", "expt_dp_ag")]
@@ -174,20 +173,15 @@ def make_plan(
 
 
 def _measure(
-    cluster: Cluster, job: Job, say: Callable[[str], object] | None
-) -> Callable[[ParallelLayout, Job], Training]:
-    """Return a function that counts a step of the job's model."""
+    layout: ParallelLayout, cluster: Cluster, job: Job, say: Callable[[str], object] | None
+) -> Callable[[Job], Training]:
+    """Return a function that counts a step of a job of the same model."""
     try:
         from megapg.plan.measure import measure
     except ImportError as error:
         raise PlanError(f"{error}. {_NEEDS}") from error
     model = find_model(job.model)
-
-    @functools.cache
-    def counted(layout: ParallelLayout, job: Job) -> Training:
-        return measure(layout, cluster, model, job, say)
-
-    return counted
+    return lambda job: measure(layout, cluster, model, job, say)
 
 
 def draw_svg(
