@@ -87,17 +87,17 @@ def _table(made: Suggestions) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     sizes = [size for size in _SIZES if any(_matters(each.layout, size) for each in made.found)]
     heads = [size.replace("expt_tp", "etp") for size in sizes]
-    for head in ("", *heads, "again", "mb", "GiB", "network", "NVLink", "bubble", "lost"):
+    for head in ("", *heads, "again", "mb", "memory", "network", "NVLink", "bubble", "lost"):
         table.add_column(head, justify="left" if head == "again" else "right", no_wrap=True)
-    units = ["GB", "GB", "", "s"]
-    table.add_row(*("" for _ in range(len(sizes) + 4)), *units, style="dim")
+    units = ["GB", "GB", "GB", "", "s"]
+    table.add_row(*("" for _ in range(len(sizes) + 3)), *units, style="dim")
     for place, each in enumerate(made.found, 1):
         table.add_row(
             str(place),
             *(str(getattr(each.layout, size) or 1) for size in sizes),
             each.training.job.recompute[:6],
             f"{each.training.job.microbatches}",
-            f"{each.training.fullest.total / 2**30:.1f}",
+            f"{each.training.fullest.total / 1e9:.1f}",
             f"{each.lost.network_bytes / 1e9:,.1f}",
             f"{each.lost.nvlink_bytes / 1e9:,.1f}",
             f"{each.lost.bubble:.1%}",
@@ -116,7 +116,7 @@ def _formulas(made: Suggestions, cluster: Cluster, job: Job) -> Iterator[str]:
     assert cluster.bf16_tflops is not None
     ranks, tokens = made.found[0].layout.world_size, made.samples * job.seq_length
     yield (
-        "again: recomputation. mb: microbatches of a pipeline. GiB: memory of the fullest rank. "
+        "again: recomputation. mb: microbatches of a pipeline. memory: that of the fullest rank. "
         "network, NVLink: what a rank of the slowest stage sends in a step."
     )
     yield ("lost = traffic + bubble + again: the least time that a step loses if nothing overlaps.")

@@ -111,7 +111,8 @@ def suggest(
         recompute: what to try, until it fits. Default: none, then full. Selective comes between
             them for the user's models. Published models have it anyway, as FlashAttention.
         first: number of layouts to return; None for all.
-        until: go on until this layout has a place, and return all layouts up to there.
+        until: go on until this layout has a place, if the search considers it, and return all that
+            were found.
         say: called with a line of progress.
 
     Raises:
@@ -168,6 +169,7 @@ class _Search:
         """Measure layouts until no other one can be among the first."""
         layouts = [*self._layouts(self._world)]
         self.considered = len(layouts)
+        until = until if until in (layout for layout, _ in layouts) else None
         waiting = [each for layout in layouts if (each := self._judged(*layout))]
         heapq.heapify(waiting)
         found: list[Suggestion] = []
@@ -192,7 +194,7 @@ class _Search:
                 heapq.heappush(waiting, again)
         if not found:
             raise refused if refused and not self.measured else PlanError(self._why_not())
-        return found[:first] if until is None else found
+        return found if until else found[:first]
 
     def _layouts(self, world_size: int) -> Iterator[tuple[ParallelLayout, int]]:
         """Yield the layouts that the model can have, with the number of microbatches."""
@@ -256,8 +258,8 @@ class _Search:
                 f"--world-size {self._world}: no layout has these sizes, divides the model, and "
                 f"divides {self._samples} samples into microbatches."
             )
-        lacks = (held - self._room) / 2**30
-        text = f"no layout fits. The nearest one lacks {lacks:,.1f} GiB or more: {options}."
+        lacks = (held - self._room) / 1e9
+        text = f"no layout fits. The nearest one lacks {lacks:,.1f} GB or more: {options}."
         for factor in _LARGER:
             if any(self._judged(*each) for each in self._layouts(self._world * factor)):
                 return f"{text} --world-size {self._world * factor} may be enough."

@@ -152,6 +152,8 @@ def test_the_first_ones_are_those_of_measuring_every_layout(name, folder, cluste
     last = expected[-1][3]
     everything = suggested(folder, cluster, name, until=last)
     assert everything.place_of(last) == len(everything.found) == len(expected)
+    unknown = replace(last, order="tp-ep-cp-dp-pp")
+    assert suggested(folder, cluster, name, first=3, until=unknown) == made
 
 
 def test_more_memory_keeps_every_layout(folder, cluster):
@@ -187,7 +189,7 @@ def test_a_reason_is_given_if_nothing_fits(folder, cluster):
     tiny = replace(cluster, memory_gb=Quantity(4.3, "test"))
     with pytest.raises(PlanError) as caught:
         suggested(folder, tiny, "dense")
-    words = r"no layout fits. The nearest one lacks 0\.\d GiB or more: (.*) --recompute full\. "
+    words = r"no layout fits. The nearest one lacks 0\.\d GB or more: (.*) --recompute full\. "
     found = re.fullmatch(words + r"--world-size (\d+) may be enough\.", str(caught.value))
     assert found, caught.value
     assert int(found[2]) in (8, 16)
