@@ -164,7 +164,8 @@ def plan(
     that groups cross, the NCCL communicators of a session, and problems with cures.
 
     With --model, megapg builds the model of each pipeline stage without weights, and runs a step.
-    It shows the memory of each stage and the traffic of a rank.
+    It shows the memory of each stage and the traffic of a rank. With --suggest it tries the layouts
+    of the world size, and lists those that fit into memory and lose the least time.
 
     Groups in a node communicate over NVLink, other groups over the network. tp, cp and ep
     communicate in every layer. pp communicates for every microbatch, and dp for every step.
@@ -172,7 +173,7 @@ def plan(
     megapg/plan/schema.json describes the JSON.
 
     Exit code 0: the plan is printed, with findings or without. 2: the sizes do not fit together,
-    the cluster or the model, or a named cluster, model or file does not exist.
+    the cluster or the model, no layout fits, or a named cluster, model or file does not exist.
 
     Example: megapg plan --world-size 512 --tp 8 --pp 8 --cluster 64xH100-8
 

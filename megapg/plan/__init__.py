@@ -3,7 +3,8 @@
 ``overview`` puts a plan together. ``cluster`` describes the machines, ``spans`` how far groups
 reach, ``nccl`` the communicators, and ``findings`` the problems. ``picture`` is the grid of ranks,
 which ``screen``, ``svg`` and ``page`` draw. ``training`` is a step of a model, ``bars`` its memory
-for people, and ``cures`` its problems.
+for people, and ``cures`` its problems. ``suggest`` searches for layouts: ``least`` bounds what a
+layout holds and sends, and ``lost`` is the time that a step loses.
 """
 
 from megapg.plan.cluster import Cluster, Quantity, load_cluster, presets

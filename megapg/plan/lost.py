@@ -11,8 +11,8 @@ from megapg.layout import ParallelLayout
 from megapg.plan.cluster import Cluster
 from megapg.plan.training import Flow, Job, StageCost
 
-# What a rank sends of a buffer on its way through a ring of n ranks, in (n - 1) / n of its bytes.
-# What a rank receives, another one sends.
+# In a ring of n ranks, each rank sends (n - 1) / n of the buffer's bytes, times this number.
+# Received bytes are not counted, as another rank sends them.
 _SENT = {"all_reduce": 2, "recv": 0, "barrier": 0}
 
 
@@ -26,8 +26,8 @@ class Lost:
         traffic: ``network_bytes / network_gb_s + nvlink_bytes / nvlink_gb_s``, in seconds.
         bubble: share of the arithmetic's time that the pipeline waits:
             ``(pp - 1) / (microbatches * vpp)``.
-        seconds: those of traffic, of the bubble, and of layers that are computed again: a third of
-            the arithmetic's time if all are.
+        seconds: traffic, bubble and recomputation. Full recomputation takes a third of the
+            arithmetic's time, and makes the bubble longer by a third.
     """
 
     network_bytes: float

@@ -47,7 +47,7 @@ class Suggestion:
 
     @property
     def key(self) -> tuple[float, ...]:
-        """What suggestions are sorted by: the time, and of equal times the smaller sizes."""
+        """The order of suggestions: by time, and of equal times the smaller sizes first."""
         return _key(self.layout, self.lost)
 
 
@@ -111,8 +111,8 @@ def suggest(
         recompute: what to try, until it fits. Default: none, then full. Selective comes between
             them for the user's models. Published models have it anyway, as FlashAttention.
         first: number of layouts to return; None for all.
-        until: go on until this layout has a place, if the search considers it, and return all that
-            were found.
+        until: go on until this layout has a place, and return all layouts found. A layout that the
+            search does not consider is ignored.
         say: called with a line of progress.
 
     Raises:
@@ -169,7 +169,7 @@ class _Search:
         """Measure layouts until no other one can be among the first."""
         layouts = [*self._layouts(self._world)]
         self.considered = len(layouts)
-        until = until if until in (layout for layout, _ in layouts) else None
+        until = next((layout for layout, _ in layouts if layout == until), None)
         waiting = [each for layout in layouts if (each := self._judged(*layout))]
         heapq.heapify(waiting)
         found: list[Suggestion] = []
