@@ -40,14 +40,13 @@ MODELS = {"dense": MODEL.format(dense=0), "experts": MODEL.format(dense=5) + EXP
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"),
+    ("name", "sizes", "recompute"),
     [
-        ("dense", {"tp": 2, "pp": 2}),
-        ("dense", {"cp": 2, "pp": 2, "vpp": 2}),
-        ("experts", {"tp": 2, "ep": 2, "expt_tp": 1}),
+        ("dense", {"tp": 2, "pp": 2}, "none"),
+        ("dense", {"cp": 2, "pp": 2, "vpp": 2}, "full"),
+        ("experts", {"tp": 2, "ep": 2, "expt_tp": 1}, "selective"),
     ],
 )
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_cost_of_all_layers_is_that_of_running_them(
     name, sizes, recompute, tmp_path, monkeypatch
 ):

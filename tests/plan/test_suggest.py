@@ -178,7 +178,8 @@ def test_a_slower_network_moves_down_only_layouts_that_use_it_more(folder, clust
 
 
 def test_given_sizes_are_kept(folder, cluster):
-    made = suggested(folder, cluster, "dense", given={"tp": 2, "vpp": None})
+    roomy = replace(cluster, memory_gb=Quantity(20, "test"))
+    made = suggested(folder, roomy, "dense", given={"tp": 2, "vpp": None})
     assert {(each.layout.tp, each.layout.vpp) for each in made.found} == {(2, None)}
     assert {each.layout.pp for each in made.found} == {1, 2}
     made = suggested(folder, cluster, "dense", recompute=["full"])
