@@ -139,7 +139,7 @@ def _build(
             made: nn.Module = build(numbers, pg, vp_stage, job)
             return made
     except KeyError as error:
-        raise PlanError(f"--model {name}: {error} is missing.") from None
+        raise PlanError(f"--model {name}: {error} is missing or unknown.") from None
     except (AssertionError, TypeError, ValueError) as error:
         raise PlanError(f"--model {name}: {error}") from error
 
@@ -147,8 +147,9 @@ def _build(
 def _of_function(name: str) -> Model:
     """Return the model of a user's function."""
     try:
-        function = named(name)
-        parameters = function.__signature__.parameters
+        with contextlib.redirect_stdout(sys.stderr):
+            function = named(name)
+            parameters = function.__signature__.parameters
     except ParityInputError as error:
         text = str(error).replace(", or one of gpt, moe and t5", ", or a published model")
         raise PlanError(f"--model {text}") from None
