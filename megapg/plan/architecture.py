@@ -96,7 +96,9 @@ def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) ->
     """Return Megatron-core's configuration for a rank's groups."""
     given = dict(numbers["config"])
     given["activation_func"] = _ACTIVATIONS[given.get("activation_func", "gelu")]
-    if given.get("num_moe_experts"):
+    if experts := given.get("num_moe_experts"):
+        if experts % pg.size("ep"):
+            raise PlanError(f"{experts} experts cannot be divided among ep={pg.size('ep')}.")
         dense = numbers.get("first_dense_layers", 0)
         given["moe_layer_freq"] = [0] * dense + [1] * (given["num_layers"] - dense)
         given |= _BALANCED

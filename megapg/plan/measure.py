@@ -55,6 +55,12 @@ def measure(
         PlanError: the model can't be built or trained in this layout.
         SessionError: torch.distributed is initialised in this process.
     """
+    if layout.vpp and job.microbatches % layout.pp:
+        more = -(-job.microbatches // layout.pp) * layout.pp
+        raise PlanError(
+            f"{job.microbatches} microbatches: Megatron-core interleaves virtual pipeline stages "
+            f"only with a multiple of pp={layout.pp}. Plan with --microbatches {more}."
+        )
     pipeline = layout.members("pp", layout.ranks[0])
     memory = {
         stage: each.memory for each in of_stages(layout, pipeline[0]) for stage in each.stages

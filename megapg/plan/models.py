@@ -16,6 +16,8 @@ of tokens, unless ``recompute`` is ``selective`` or ``full``.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import tomllib
 import traceback
 from collections.abc import Mapping
@@ -137,7 +139,7 @@ def _build(
             made: nn.Module = build(numbers, pg, vp_stage, job)
             return made
     except KeyError as error:
-        raise PlanError(f"--model {name}: {error} is missing.") from None
+        raise PlanError(f"--model {name}: {error} is missing or unknown.") from None
     except (AssertionError, TypeError, ValueError) as error:
         raise PlanError(f"--model {name}: {error}") from error
 
@@ -145,15 +147,16 @@ def _build(
 def _of_function(name: str) -> Model:
     """Return the model of a user's function."""
     try:
-        function = named(name)
-        parameters = function.__signature__.parameters
+        with contextlib.redirect_stdout(sys.stderr):
+            function = named(name)
+            parameters = function.__signature__.parameters
     except ParityInputError as error:
         text = str(error).replace(", or one of gpt, moe and t5", ", or a published model")
         raise PlanError(f"--model {text}") from None
     except ModuleNotFoundError as error:
         needs = _NEEDS if error.name in ("torch", "megatron", "megatron.core") else ""
         raise PlanError(f"--model {name}: {error}. {needs}".rstrip()) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PlanError(_said(name, error)) from error
     length = parameters["seq_length"].default if "seq_length" in parameters else None
     seq_length = length if isinstance(length, int) else _LENGTH
@@ -169,6 +172,7 @@ def _call(
     job: Job,
 ) -> nn.Module:
     """Build a chunk by a user's function."""
+    from megatron.core.utils import unwrap_model
     from torch import nn
 
     from megapg.megatron import published
@@ -183,15 +187,24 @@ def _call(
             "config, or plan with --recompute none."
         )
     try:
-        with published(pg):
+        with (
+            published(pg),
+            contextlib.redirect_stdout(sys.stderr),
+        ):  # JSON is on the standard output
             made = function(pg, **taken)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PlanError(_said(name, error)) from error
-    chunk = made[vp_stage or 0] if isinstance(made, list | tuple) and made else made
-    if not isinstance(chunk, nn.Module):
+    several = isinstance(made, list | tuple) and len(made) > (vp_stage or 0)
+    chunk = made[vp_stage or 0] if several else made
+    if not isinstance(chunk, nn.Module) or not hasattr(unwrap_model(chunk), "config"):
         raise PlanError(
-            f"--model {name}: the function returned {type(chunk).__name__}. Return a module, or "
-            "the list of a virtual pipeline's chunks."
+            f"--model {name}: the function returned {type(chunk).__name__}. Return a model of "
+            "Megatron-core, or the list of a virtual pipeline's chunks."
+        )
+    if vp_stage is not None and not several and "vp_stage" not in taken:
+        raise PlanError(
+            f"--model {name}: the layout has virtual pipeline stages, and the function has no "
+            "parameter vp_stage. Add one and build that chunk only, or return the list of chunks."
         )
     longest = getattr(chunk, "max_sequence_length", job.seq_length)
     if longest < job.seq_length:
@@ -202,12 +215,12 @@ def _call(
     return chunk
 
 
-def _said(name: str, error: Exception) -> str:
+def _said(name: str, error: BaseException) -> str:
     """Name an error of the user's code, and its line in the user's file."""
     frames = traceback.extract_tb(error.__traceback__)
     place, _, _ = name.rpartition(":")
     stem = Path(place).name if place.endswith(".py") else place.rpartition(".")[2] + ".py"
     own = [frame for frame in frames if Path(frame.filename).name == stem]
     line = f" at line {own[-1].lineno} of {place}" if own else ""
-    text = str(error).strip().partition("\n")[0]
-    return f"--model {name}: {type(error).__name__}{line}: {text}"
+    text = " ".join(str(error).strip().partition("\n")[0].split())
+    return f"--model {name}: {type(error).__name__}{line}{text and f': {text}'}"

@@ -87,7 +87,7 @@ class Stage:
         chunks = [self._wrapped(*each) for each in enumerate(self._plain)]
         parameters = [each for chunk in chunks for each in chunk.parameters()]
         weights = storages(parameters)
-        gradients = storages(each.main_grad for each in parameters)
+        gradients = storages(each.main_grad for each in parameters if each.requires_grad)
         optimizer: Any = self._optimizer(chunks)
         alike: dict[object, Ran] = {}
         ran = []

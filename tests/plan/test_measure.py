@@ -378,6 +378,29 @@ def test_a_step_that_fails_names_the_model_and_the_rank():
     assert not torch.distributed.is_initialized()
 
 
+def test_interleaved_microbatches_are_a_multiple_of_pp():
+    # Megatron-core's schedule refuses any other number.
+    with pytest.raises(PlanError, match=r"6 microbatches: .* pp=4. Plan with --microbatches 8"):
+        measured(Case(4, pp=4, vpp=2, layers=8, microbatches=6))
+
+
+def test_frozen_parameters_have_no_gradients():
+    def build(pg, vp_stage=None, *, job):
+        chunk = real_step.build(case, pg, vp_stage)
+        chunk.decoder.layers[0].requires_grad_(False)
+        return chunk
+
+    case = Case(2)
+    job = Job(model="frozen", seq_length=case.seq_length)
+    found = measure(ParallelLayout(world_size=2), CLUSTER, Model("frozen", 8, build), job)
+    (stage,), (whole,) = found.stages, measured(case).stages
+    assert stage.weights == whole.weights
+    assert stage.parameters == pytest.approx(whole.parameters, rel=0.05)  # other padding
+    trained = stage.gradients / whole.gradients
+    assert 0.3 < trained < 0.9
+    assert stage.optimizer / whole.optimizer == pytest.approx(trained, rel=0.05)
+
+
 def test_leaves_the_random_numbers_of_the_caller():
     torch.manual_seed(7)
     expected = torch.rand(3)

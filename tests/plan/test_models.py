@@ -130,6 +130,11 @@ def test_tokens_that_do_not_divide() -> None:
         built("llama3-8b", tp=4, cp=3)
 
 
+def test_experts_that_do_not_divide() -> None:
+    with pytest.raises(PlanError, match="8 experts cannot be divided among ep=32"):
+        built("mixtral-8x7b", ep=32)
+
+
 def test_heads_that_do_not_divide() -> None:
     with pytest.raises(PlanError, match=r"llama3-8b: num_attention_heads \(32\) must be a mult"):
         built("llama3-8b", tp=3)
@@ -286,6 +291,22 @@ def nothing(pg):
 
 def wrong(pg):
     raise RuntimeError("no such tokenizer")
+
+print("loading")
+
+def talks(pg):
+    print("building")
+    return build(pg)
+
+def layer(pg):
+    import torch
+    return torch.nn.Linear(2, 2)
+
+def leaves(pg):
+    raise SystemExit(3)
+
+def refuses(pg):
+    assert pg is None
 """
 
 
@@ -311,6 +332,16 @@ def test_a_function_of_a_file(user_file: Path) -> None:
     assert len(of_user(user_file, "several", stage=1).decoder.layers) == 2
 
 
+def test_a_function_that_ignores_virtual_stages(user_file: Path) -> None:
+    with pytest.raises(PlanError, match=r"no parameter vp_stage\. Add one"):
+        of_user(user_file, "plain", stage=1)
+
+
+def test_a_function_prints_into_the_standard_error(user_file: Path, capsys) -> None:
+    of_user(user_file, "talks")
+    assert capsys.readouterr() == ("", "loading\nbuilding\n")
+
+
 def test_a_function_of_a_module(user_file: Path) -> None:
     assert find_model(f"{user_file.stem}:build").seq_length == 128
 
@@ -319,10 +350,13 @@ def test_a_function_of_a_module(user_file: Path) -> None:
     ("function", "recompute", "seq", "message"),
     [
         ("plain", "full", 64, "no parameter recompute.*Add recompute='none'.*--recompute none"),
-        ("nothing", "none", 64, "returned NoneType. Return a module"),
+        ("nothing", "none", 64, "returned NoneType. Return a model of Megatron-core"),
         ("wrong", "none", 64, r"RuntimeError at line 29 of .*: no such tokenizer"),
         ("build", "none", 128, "128 tokens, and the model takes 64. Plan with --seq-length 64"),
         ("absent", "none", 64, "no function 'absent'. It has build, plain, options"),
+        ("layer", "none", 64, "returned Linear. Return a model of Megatron-core"),
+        ("leaves", "none", 64, r"SystemExit at line 42 of .*: 3"),
+        ("refuses", "none", 64, r"AssertionError at line 45 of \S*py$"),
     ],
 )
 def test_errors_of_functions(
@@ -384,7 +418,7 @@ def test_files_with_wrong_keys(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="config, layers missing or unknown; the keys are config"):
         find_model(str(file))
     file.write_text("seq_length = 8\n[model]\nvocab_size = 8\n[config]\nlayers = 2\n")
-    with pytest.raises(PlanError, match=r"mine\.toml: 'num_layers' is missing"):
+    with pytest.raises(PlanError, match=r"mine\.toml: 'num_layers' is missing or unknown"):
         built(str(file))
     file.write_text(file.read_text() + "num_layers = 2\n", encoding="utf-8")
     with pytest.raises(PlanError, match="unexpected keyword argument 'layers'"):
