@@ -38,8 +38,8 @@ def run_layers(chunk: torch.nn.Module, run: Callable[[], Ran]) -> Ran:
         shapes = tuple((name, each.shape, each.dtype) for name, each in layer.named_parameters())
         kinds.setdefault((type(layer), shapes), []).append(place)
     many = [places for places in kinds.values() if len(places) > _FEW + 1]
-    if not many or block.config.recompute_method == "block":  # recomputes only the first layers
-        return run()
+    if not many or block.config.recompute_num_layers not in (None, 1):
+        return run()  # these layers are recomputed together
     few = [place for places in kinds.values() for place in places[:_FEW]]
     with _only(block, few):
         first = total = run()

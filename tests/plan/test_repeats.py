@@ -1,6 +1,7 @@
 """A few of the equal layers stand for all of them."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -8,7 +9,7 @@ import megapg.plan.stage
 from megapg.layout import ParallelLayout
 from megapg.plan import Job, load_cluster
 from megapg.plan.measure import measure
-from megapg.plan.models import find_model
+from megapg.plan.models import Model, find_model
 
 MODEL = """
 seq_length = 256
@@ -68,4 +69,26 @@ def test_the_cost_of_all_layers_is_that_of_running_them(
     assert max(ran) <= 5 < 8
     monkeypatch.setattr(megapg.plan.stage, "run_layers", lambda chunk, run: run())
     assert few == measure(layout, cluster, model, job)
-    assert few != measure(layout, cluster, model, replace(job, microbatches=8))
+    more = measure(layout, cluster, model, replace(job, microbatches=8))
+    assert few.stages != more.stages
+
+
+def test_layers_that_are_recomputed_together_all_run(tmp_path):
+    file = tmp_path / "model.toml"
+    file.write_text(MODELS["dense"])
+    model, cluster = find_model(str(file)), load_cluster("H100-8")
+
+    def build(together, pg, vp_stage=None, *, job):
+        chunk = model.build(pg, vp_stage, job=job)
+        chunk.config.recompute_num_layers = together
+        return chunk
+
+    def cost(together):
+        job = Job(model="uniform", seq_length=256, recompute="full")
+        made = Model("uniform", 256, partial(build, together))
+        (stage,) = measure(ParallelLayout(world_size=1), cluster, made, job).stages
+        return stage.activations
+
+    # Fewer inputs of layers are kept, and more layers are computed again at a time.
+    assert cost(16) > cost(1)
+    assert cost(4) != cost(1)
