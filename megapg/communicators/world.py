@@ -140,7 +140,8 @@ class World:
             self._made = None
             # For each WORLD, torch installs a hook that prints the rank before each line of a
             # traceback. After a failure, keep the hook for the traceback to come.
-            if in_order and self._hooks is not None and sys.excepthook is self._hooks[1]:
+            over = in_order or self._rendezvous is None  # a fake WORLD is this process only
+            if over and self._hooks is not None and sys.excepthook is self._hooks[1]:
                 sys.excepthook = self._hooks[0]
         return problems if abort is None else {}
 

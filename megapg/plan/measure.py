@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
 
 import megapg
 from megapg.communicators.lanes import NCCL_LANES
@@ -67,7 +71,7 @@ def measure(
     }
     alike: dict[Shape, Measured] = {}
     weights, costs = 0, []
-    with _quiet(), megatron_on_cpu(), weightless():
+    with _quiet(), _restored(), megatron_on_cpu(), weightless():
         for stage, rank in enumerate(pipeline):
             if say is not None:
                 say(f"stage {stage + 1} of {layout.pp}")
@@ -103,25 +107,40 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    """Restore at the end what Megatron-core changes: random numbers, and variables it adds."""
+    tracker, variables = get_cuda_rng_tracker(), set(os.environ)
+    random = dict(vars(tracker))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        vars(tracker).update(random)
+        for name in os.environ.keys() - variables:
+            del os.environ[name]
+
+
 def _measured(
     layout: ParallelLayout, rank: int, model: Model, job: Job, alike: dict[Shape, Measured]
 ) -> Measured:
     """Build the stage of a rank, and measure it unless there was one of its shape."""
     # As on NCCL, so that experts and replicas have a group each, also of equal ranks.
     with (
-        torch.random.fork_rng(devices=[]),
         fake_session(layout, rank, lanes=NCCL_LANES) as session,
         megapg.published(session.groups),
     ):
         ranks = {f"{name}_rank": session.groups.rank(f) for name, f in _SEEDED.items()}
         model_parallel_cuda_manual_seed(1, **ranks)
-        stage = Stage(model, session.groups, job)
-        if stage.shape not in alike:
-            try:
+        try:
+            stage = Stage(model, session.groups, job)
+            if stage.shape not in alike:
                 alike[stage.shape] = stage.measure()
-            except Exception as error:
-                words = f"a step of rank {rank} failed: {type(error).__name__}: {error}"
-                raise PlanError(f"--model {model.name}: {words}") from error
+        except PlanError:
+            raise
+        except Exception as error:
+            words = f"a step of rank {rank} failed: {type(error).__name__}: {error}"
+            raise PlanError(f"--model {model.name}: {words}") from error
         return alike[stage.shape]
 
 

@@ -108,7 +108,11 @@ class Stage:
         size = (self._config.pipeline_dtype or self._config.params_dtype).itemsize
         return Measured(
             weights=sum(each.numel() for each in parameters),
-            of_stage=sum(each.numel() * self._pieces(each) for each in parameters),
+            of_stage=sum(
+                each.numel() * self._pieces(name, each)
+                for chunk in chunks
+                for name, each in chunk.named_parameters()
+            ),
             parameters=sum(weights.values()),
             gradients=sum(gradients.values()),
             optimizer=sum(state.values()),
@@ -176,11 +180,11 @@ class Stage:
             torch.autograd.backward(output, torch.empty_like(output))
         return Ran(traffic.rows, kept, saved.most)
 
-    def _pieces(self, parameter: torch.nn.Parameter) -> int:
+    def _pieces(self, name: str, parameter: torch.nn.Parameter) -> int:
         """Return how many ranks of a stage hold different pieces of a parameter."""
         if getattr(parameter, "shared", False):  # a copy of the first stage's
             return 0
-        expert = not getattr(parameter, "allreduce", True)
+        expert = ".experts." in name  # Megatron-core marks experts only if ep > 1
         sharded = getattr(parameter, "tensor_model_parallel", False)
         pieces = self._pg.size("ep") if expert else 1
         return pieces * (self._pg.size("expt_tp" if expert else "tp") if sharded else 1)

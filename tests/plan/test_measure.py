@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import resource
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import real_step
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from real_step import Case, EvenRouting, real_steps
 from test_real_steps import LARGE, QUICK
@@ -149,8 +151,8 @@ MEMORY = [
     Case(4, tp=2, sequence_parallel=True),
     Case(4, tp=2, tied=False, learned_positions=True),
     Case(4, pp=2),
-    Case(4, pp=2, vpp=2),
-    Case(8, pp=4, vpp=2, layers=8, tied=False, distributed_optimizer=False),
+    Case(4, pp=2, vpp=2, microbatches=2),
+    Case(8, pp=4, vpp=2, layers=8, microbatches=4, tied=False, distributed_optimizer=False),
     Case(4, ep=2, experts=4),
     Case(8, tp=2, sequence_parallel=True, ep=4, expt_tp=1, experts=8),
     Case(8, pp=2, ep=2, experts=4, distributed_optimizer=False),
@@ -169,7 +171,8 @@ def test_weights_of_the_whole_model():
     alone = measured(Case(1, layers=8, experts=4)).weights
     for case in (
         Case(2, tp=2, layers=8, experts=4, sequence_parallel=True),
-        Case(4, pp=4, vpp=2, layers=8, experts=4),
+        Case(4, pp=4, vpp=2, layers=8, microbatches=4, experts=4),
+        Case(2, tp=2, expt_tp=1, layers=8, experts=4, sequence_parallel=True),
         Case(8, tp=2, ep=4, expt_tp=1, layers=8, experts=4, sequence_parallel=True),
         Case(8, tp=2, pp=2, ep=2, layers=8, experts=4, sequence_parallel=True),
     ):
@@ -378,10 +381,26 @@ def test_a_step_that_fails_names_the_model_and_the_rank():
     assert not torch.distributed.is_initialized()
 
 
-def test_interleaved_microbatches_are_a_multiple_of_pp():
+def test_a_module_without_a_config_is_named():
+    def build(pg, vp_stage=None, *, job):
+        return torch.nn.Linear(2, 2)
+
+    hook = sys.excepthook
+    with pytest.raises(PlanError, match=r"mine: a step of rank 0 failed: .* attribute 'config'"):
+        measure(
+            ParallelLayout(world_size=1),
+            CLUSTER,
+            Model("mine", 8, build),
+            Job(model="", seq_length=8),
+        )
+    assert sys.excepthook is hook
+
+
+@pytest.mark.parametrize("microbatches", [3, 6])
+def test_interleaved_microbatches_are_a_multiple_of_pp(microbatches):
     # Megatron-core's schedule refuses any other number.
-    with pytest.raises(PlanError, match=r"6 microbatches: .* pp=4. Plan with --microbatches 8"):
-        measured(Case(4, pp=4, vpp=2, layers=8, microbatches=6))
+    with pytest.raises(PlanError, match=r"microbatches: .* pp=4. Plan with --microbatches [48]\."):
+        measured(Case(4, pp=4, vpp=2, layers=8, microbatches=microbatches))
 
 
 def test_frozen_parameters_have_no_gradients():
@@ -401,9 +420,23 @@ def test_frozen_parameters_have_no_gradients():
     assert stage.optimizer / whole.optimizer == pytest.approx(trained, rel=0.05)
 
 
-def test_leaves_the_random_numbers_of_the_caller():
+def test_leaves_the_random_numbers_and_the_variables_of_the_caller(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        monkeypatch.delenv(name)
     torch.manual_seed(7)
     expected = torch.rand(3)
     torch.manual_seed(7)
-    measured.__wrapped__(Case(2, tp=2))
+    tracker = get_cuda_rng_tracker()
+    kept, states = dict(vars(tracker)), {"mine": torch.tensor([7])}
+    try:
+        tracker.reset()
+        for given in ({}, states):
+            if given:
+                tracker.set_states(given)
+            measured.__wrapped__(Case(2, tp=2))
+            assert tracker.get_states() == given
+            assert tracker.is_initialized() == bool(given)
+    finally:
+        vars(tracker).update(kept)
     assert torch.rand(3).equal(expected)
+    assert not any(name.startswith("NVTE_") for name in os.environ)
