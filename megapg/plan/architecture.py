@@ -18,7 +18,6 @@ from megapg.errors import PlanError
 from megapg.plan.fused import FlashLikeAttention, FusedLikeRMSNorm
 from megapg.plan.training import Job
 
-_ACTIVATIONS = {"gelu": F.gelu, "silu": F.silu}
 _RECOMPUTE: Mapping[str, Mapping[str, object]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -95,7 +94,8 @@ def _fuse(layers: TransformerBlockSubmodules, config: TransformerConfig) -> None
 def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) -> TransformerConfig:
     """Return Megatron-core's configuration for a rank's groups."""
     given = dict(numbers["config"])
-    given["activation_func"] = _ACTIVATIONS[given.get("activation_func", "gelu")]
+    activation = given.get("activation_func", "gelu")
+    given["activation_func"] = getattr(F, activation)
     if experts := given.get("num_moe_experts"):
         if experts % pg.size("ep"):
             raise PlanError(f"{experts} experts cannot be divided among ep={pg.size('ep')}.")
@@ -120,7 +120,7 @@ def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) ->
         pipeline_dtype=torch.bfloat16,
         use_cpu_initialization=True,  # on the device of the caller
         masked_softmax_fusion=False,
-        bias_activation_fusion=True,
+        bias_activation_fusion=activation in ("gelu", "silu"),
         bias_dropout_fusion=True,
         transformer_impl="local",
     )

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _PRESETS = Path(__file__).with_name("architectures")
 _KEYS = {"source", "seq_length", "split", "first_dense_layers", "model", "config"}
-_NEEDS = "A plan of a model needs torch and Megatron-core: pip install 'megapg[torch,megatron]'."
+NEEDS = "A plan of a model needs torch and Megatron-core: pip install 'megapg[torch,megatron]'."
 _LENGTH = 4096  # of the samples of a user's function that does not say
 
 
@@ -116,8 +116,11 @@ def describe_model(name: str, numbers: Mapping[str, Any], place: str = "") -> Mo
             f"--model {name}: {', '.join(sorted(wrong))} missing or unknown; the keys are "
             f"{', '.join(sorted(_KEYS))}."
         )
+    length = numbers["seq_length"]
+    if not isinstance(length, int):
+        raise PlanError(f"--model {name}: seq_length is {length!r}. Write a number of tokens.")
     build = partial(_build, name, numbers)
-    return Model(name, numbers["seq_length"], build, numbers.get("source", place))
+    return Model(name, length, build, numbers.get("source", place))
 
 
 def _build(
@@ -133,15 +136,17 @@ def _build(
         from megapg.megatron import published
         from megapg.plan.architecture import build
     except ImportError as error:
-        raise PlanError(f"{_NEEDS} ({error})") from None
+        raise PlanError(f"{NEEDS} ({error})") from None
     try:
         with published(pg):  # Megatron-core asks for the stage of a pipeline layout
             made: nn.Module = build(numbers, pg, vp_stage, job)
             return made
     except KeyError as error:
         raise PlanError(f"--model {name}: {error} is missing or unknown.") from None
-    except (AssertionError, TypeError, ValueError) as error:
-        raise PlanError(f"--model {name}: {error}") from error
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(_said(name, error)) from error
 
 
 def _of_function(name: str) -> Model:
@@ -154,7 +159,7 @@ def _of_function(name: str) -> Model:
         text = str(error).replace(", or one of gpt, moe and t5", ", or a published model")
         raise PlanError(f"--model {text}") from None
     except ModuleNotFoundError as error:
-        needs = _NEEDS if error.name in ("torch", "megatron", "megatron.core") else ""
+        needs = NEEDS if error.name in ("torch", "megatron", "megatron.core") else ""
         raise PlanError(f"--model {name}: {error}. {needs}".rstrip()) from error
     except (Exception, SystemExit) as error:
         raise PlanError(_said(name, error)) from error

@@ -15,7 +15,7 @@ from megapg.plan.bars import Memory, memory_of
 from megapg.plan.cluster import Cluster, load_cluster
 from megapg.plan.cures import find_in_training
 from megapg.plan.findings import Finding, find
-from megapg.plan.models import find_model
+from megapg.plan.models import NEEDS, find_model
 from megapg.plan.nccl import MEASURED, Stages, of_rank, of_stages
 from megapg.plan.picture import NODES, Picture, draw_picture
 from megapg.plan.spans import Span, runs_of, span_of
@@ -23,7 +23,6 @@ from megapg.plan.svg import to_svg
 from megapg.plan.training import Flow, Job, Training
 
 DEFAULT_CLUSTER = "H100-8"
-_NEEDS = "A plan of a model needs torch and Megatron-core: pip install 'megapg[torch,megatron]'."
 _SIZES = ("tp", "cp", "pp", "dp", "ep", "expt_tp", "expt_dp", "gtp_remat", "expt_gtp_remat")
 
 
@@ -179,7 +178,7 @@ def _measure(
     try:
         from megapg.plan.measure import measure
     except ImportError as error:
-        raise PlanError(f"{error}. {_NEEDS}") from error
+        raise PlanError(f"{error}. {NEEDS}") from error
     model = find_model(job.model)
     return lambda job: measure(layout, cluster, model, job, say)
 

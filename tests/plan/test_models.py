@@ -136,7 +136,9 @@ def test_experts_that_do_not_divide() -> None:
 
 
 def test_heads_that_do_not_divide() -> None:
-    with pytest.raises(PlanError, match=r"llama3-8b: num_attention_heads \(32\) must be a mult"):
+    with pytest.raises(
+        PlanError, match=r"llama3-8b: ValueError: num_attention_heads \(32\) must be a mult"
+    ):
         built("llama3-8b", tp=3)
 
 
@@ -410,6 +412,30 @@ def test_a_file_that_cannot_be_imported(tmp_path: Path) -> None:
     file.write_text("x = 1\ny = x / 0\n", encoding="utf-8")
     with pytest.raises(PlanError, match=r"ZeroDivisionError at line 2 of .*: division by zero"):
         find_model(f"{file}:build")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("seq_length = 32", 'seq_length = "a"', r"seq_length is 'a'. Write a number of tokens"),
+        ("num_attention_heads = 8", "num_attention_heads = 0", "ZeroDivisionError: integer div"),
+        ('"silu"', '"swish"', "AttributeError: .* no attribute 'swish'"),
+    ],
+)
+def test_files_with_wrong_values(old: str, new: str, message: str, tmp_path: Path) -> None:
+    file = shrunk("llama3-8b", tmp_path)
+    text = file.read_text(encoding="utf-8")
+    assert old in text
+    file.write_text(text.replace(old, new), encoding="utf-8")
+    with pytest.raises(PlanError, match=message):
+        built(str(file))
+
+
+def test_another_activation_of_torch(tmp_path: Path) -> None:
+    file = shrunk("gpt3-175b", tmp_path)
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace('"gelu"', '"relu"'), encoding="utf-8")
+    assert built(str(file)).config.activation_func is torch.nn.functional.relu
 
 
 def test_files_with_wrong_keys(tmp_path: Path) -> None:
