@@ -8,8 +8,6 @@ from real_step import Case, real_steps
 
 pytestmark = pytest.mark.contract
 
-pytestmark = pytest.mark.contract
-
 QUICK = [
     # tensor and sequence parallelism
     Case(2, tp=2),
