@@ -22,12 +22,18 @@ QUICK = [
     Case(2),
     Case(2, distributed_optimizer=False),
     Case(2, bf16=False, micro_batch_size=2),
+    # parts of a sequence
+    Case(2, cp=2),
+    Case(2, cp=2, recompute="selective"),
     # experts
     Case(2, ep=2, experts=4),
     Case(2, ep=2, experts=4, dispatcher="allgather", tied=False),
 ]
 LARGE = [
     Case(4, tp=4, microbatches=2),
+    Case(4, tp=2, cp=2),
+    Case(4, tp=2, cp=2, sequence_parallel=True, recompute="full"),
+    Case(4, cp=2, pp=2, microbatches=2),
     Case(4, tp=2, tied=False, recompute="selective"),
     Case(4, pp=4, microbatches=4, learned_positions=True),
     Case(4, pp=4, vpp=2, layers=8, microbatches=4, tied=False),
@@ -79,6 +85,7 @@ def check(case, ranks):
 def flows(case, stage):
     """Yield field, collective, count and bytes for a rank of a pipeline stage."""
     yield from tensor_parallel(case, stage)
+    yield from context_parallel(case)
     yield from pipeline(case, stage)
     if case.experts:
         yield from dispatch(case)
@@ -93,17 +100,21 @@ def layers_of(case):
     return case.layers // case.pp
 
 
+def tokens_of(case):
+    """Number of tokens of a microbatch that the ranks of tp have together."""
+    return case.seq_length // case.cp * case.micro_batch_size
+
+
 def activation(case):
-    """Bytes of the hidden states between two layers, of a whole microbatch."""
-    return case.seq_length * case.micro_batch_size * case.hidden * case.dtype.itemsize
+    """Bytes of the hidden states of these tokens between two layers."""
+    return tokens_of(case) * case.hidden * case.dtype.itemsize
 
 
 def tensor_parallel(case, stage):
     first, last = stage == 0, stage == case.pp - 1
     many, whole, layers = case.microbatches, activation(case), layers_of(case)
     if last:  # the largest logit, the logit of the label, and the sum of the exponentials
-        tokens = case.seq_length * case.micro_batch_size
-        yield "tp", "all_reduce", *times(3 * many, tokens * 4)
+        yield "tp", "all_reduce", *times(3 * many, tokens_of(case) * 4)
     if case.tp == 1:
         return
     blocks = 1 if case.experts else 2  # the attention, and the MLP unless it has experts
@@ -121,6 +132,17 @@ def tensor_parallel(case, stage):
     h = case.hidden
     of_layer = 4 * h + (case.experts * h if case.experts else 2 * h)
     yield "tp", "all_reduce", *times(1, 4 * (layers * of_layer + 2 * h * last))
+
+
+def context_parallel(case):
+    """Yield the traffic of keys and values, which the backward pass gathers again."""
+    if case.cp == 1:
+        return
+    both = 2 * case.microbatches * layers_of(case)
+    whole = case.cp * activation(case) // case.tp
+    forward = 1 if case.recompute == "none" else 2
+    yield "cp", "all_gather", *times((forward + 1) * both, whole)
+    yield "cp", "reduce_scatter", *times(both, whole)
 
 
 def pipeline(case, stage):

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megapg
 from megapg.demo import gpt
 from megapg.megatron import published, schedule_collection
+from megapg.plan.fused import FlashLikeAttention
 from megapg.testing import count_traffic, megatron_on_cpu, run_distributed
 
 
@@ -40,12 +41,14 @@ from megapg.testing import count_traffic, megatron_on_cpu, run_distributed
 class Case:
     """A layout, a model, and a job.
 
-    Context parallelism is 1: the attention of Megatron-core has more only with TransformerEngine.
+    With context parallelism, the attention is that of published models: Megatron-core's own needs
+    TransformerEngine then.
     The flex dispatcher is missing, because it needs DeepEP's kernels.
     """
 
     world_size: int = 1
     tp: int = 1
+    cp: int = 1
     pp: int = 1
     vpp: int | None = None
     ep: int = 1
@@ -73,7 +76,7 @@ class Case:
     @property
     def sizes(self):
         """Return the arguments of a layout, without the world's size."""
-        return {name: getattr(self, name) for name in ("tp", "pp", "vpp", "ep", "expt_tp")}
+        return {name: getattr(self, name) for name in ("tp", "cp", "pp", "vpp", "ep", "expt_tp")}
 
     @property
     def dtype(self):
@@ -98,6 +101,7 @@ def transformer_config(case):
         hidden_dropout=case.dropout,
         attention_dropout=case.dropout,
         tensor_model_parallel_size=case.tp,
+        context_parallel_size=case.cp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp,
         expert_model_parallel_size=case.ep,
@@ -124,9 +128,12 @@ def transformer_config(case):
 def build(case, pg, vp_stage=None, config=None):
     """Return one chunk of this rank's model, not wrapped."""
     stage, last = vp_stage or 0, (case.vpp or 1) - 1
+    layer = get_gpt_layer_local_spec(num_experts=case.experts)
+    if case.cp > 1:
+        layer.submodules.self_attention.submodules.core_attention = FlashLikeAttention
     return GPTModel(
         config or transformer_config(case),
-        get_gpt_layer_local_spec(num_experts=case.experts),
+        layer,
         vocab_size=case.vocabulary,
         max_sequence_length=case.seq_length,
         pre_process=pg.rank("pp") == 0 and stage == 0,
@@ -221,8 +228,8 @@ def trainer(case, pg):
 
 
 def _batches(case):
-    shape = case.micro_batch_size, case.seq_length
-    positions = torch.arange(case.seq_length).expand(shape)
+    shape = case.micro_batch_size, case.seq_length // case.cp
+    positions = torch.arange(shape[1]).expand(shape)
     for number in range(case.microbatches):
         draw = torch.Generator().manual_seed(number)
         tokens = torch.randint(case.vocabulary, shape, generator=draw)
