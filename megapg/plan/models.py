@@ -59,12 +59,14 @@ class Model:
         seq_length: tokens of a sample, unless the user gives another number.
         build: builds one chunk of a rank, inside ``megapg.testing.megatron_on_cpu()``.
         source: where the numbers were published; empty for a function.
+        split: how layers are divided that stages do not divide; None if a function decides.
     """
 
     name: str
     seq_length: int
     build: Builder
     source: str = ""
+    split: str | None = None
 
 
 def model_names() -> list[str]:
@@ -117,7 +119,8 @@ def describe_model(name: str, numbers: Mapping[str, Any], place: str = "") -> Mo
             f"{', '.join(sorted(_KEYS))}."
         )
     build = partial(_build, name, numbers)
-    return Model(name, numbers["seq_length"], build, numbers.get("source", place))
+    source, split = numbers.get("source", place), numbers.get("split", "")
+    return Model(name, numbers["seq_length"], build, source, split)
 
 
 def _build(
