@@ -70,7 +70,8 @@ class Plan:
     @property
     def traffic(self) -> list[tuple[str, ...]]:
         """The rows of ``TRAFFIC`` of the rank, and their total; empty if it has no traffic."""
-        rows, flows = [], self.flows
+        rows: list[tuple[str, ...]] = []
+        flows = self.flows
         for flow in flows:
             size, share = text_of_bytes(flow.bytes), f"{flow.crossing:.0%}"
             rows.append((flow.field, flow.collective, f"{flow.count:,}", size, share))

@@ -229,10 +229,10 @@ def test_the_function_of_the_guide_has_suggestions(tmp_path):
 def test_a_function_with_recomputation_of_its_own_is_bounded_by_its_weights(tmp_path):
     page = (Path(__file__).parents[2] / "migration_guide/plan.md").read_text()
     (source,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.S)
-    named = f"{tmp_path}/own.py:build"
+    named = f"{tmp_path}/recomputed.py:build"
     source = source.replace('recompute="none", ', "").replace("recompute ==", '"full" ==')
     source = source.replace("else recompute", 'else "full"')
-    (tmp_path / "own.py").write_text(source)
+    (tmp_path / "recomputed.py").write_text(source)
     job = Job(model=named, seq_length=2048, microbatches=8)
     layout = ParallelLayout(world_size=1)
     model = find_model(named)
