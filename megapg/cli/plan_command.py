@@ -264,7 +264,8 @@ def _suggest(ctx: typer.Context, named: str, *, as_json: bool) -> None:
     names = ("seq_length", "micro_batch_size", "microbatches", "recompute", "plain_optimizer")
     job = _job(options["model"], ParallelLayout(world_size=1), *(options[name] for name in names))
     assert job is not None  # _misplaced has refused a missing model
-    make_plan(ParallelLayout(world_size=options["world_size"]), cluster)  # refuses too few GPUs
+    # Refuses too few GPUs, and an order that does not exist.
+    make_plan(ParallelLayout(world_size=options["world_size"], order=options["order"]), cluster)
     with _progress() as progress:
         from megapg.cli import plan_suggest
         from megapg.plan.models import find_model

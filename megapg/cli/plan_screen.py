@@ -12,6 +12,7 @@ from rich.text import Text
 from megapg.plan import Plan
 from megapg.plan.bars import LETTERS, PARTS, Bar, Memory, text_of_bytes, text_of_range
 from megapg.plan.nccl import MEASURED
+from megapg.plan.overview import TRAFFIC
 from megapg.plan.picture import Picture
 from megapg.plan.screen import grid
 from megapg.plan.spans import text_of_ranks
@@ -138,15 +139,13 @@ def _bar(bar: Bar, memory: Memory) -> Text:
 def _traffic(plan: Plan) -> Group:
     title = f"Traffic of rank {plan.rank} in one step"
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("field", "collective", "calls", "bytes", "leave the node"):
+    for name in TRAFFIC:
         left = name in ("field", "collective")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
-    for flow in plan.flows:
-        share = Text(f"{flow.crossing:.0%}", style="yellow" if flow.crossing else "")
-        size = text_of_bytes(flow.bytes)
-        table.add_row(flow.field, flow.collective, f"{flow.count:,}", size, share)
+    for row in plan.traffic:
+        table.add_row(*row)
     return _section(
-        title, [table] if plan.flows else [Text("None: each group of the rank has one rank.")]
+        title, [table] if plan.traffic else [Text("None: each group of the rank has one rank.")]
     )
 
 

@@ -245,6 +245,17 @@ def collection_fields() -> Mapping[str, object]:
     return declared
 
 
+def losses_of_experts() -> dict[str, object]:
+    """Return Megatron-core's own record of the losses of experts, by name."""
+    package = "megatron.core.transformer.moe"
+    found: dict[str, object]
+    try:  # 0.17 and newer
+        found = importlib.import_module(f"{package}.moe_logging").get_moe_metrics_tracker().metrics
+    except ModuleNotFoundError:
+        found = importlib.import_module(f"{package}.moe_utils").get_moe_layer_wise_logging_tracker()
+    return found
+
+
 def parameters_of(code: CodeType) -> tuple[str, ...]:
     """Return the names of a function's parameters without ``*args``; faster than ``inspect``."""
     return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

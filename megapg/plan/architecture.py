@@ -109,7 +109,7 @@ def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) ->
     return kind(
         **given,
         **_RECOMPUTE[job.recompute],
-        **_split(given["num_layers"], pg.size("pp"), vpp or 1, numbers.get("split", "")),
+        **split(given["num_layers"], pg.size("pp"), vpp or 1, numbers.get("split", "")),
         tensor_model_parallel_size=pg.size("tp"),
         sequence_parallel=pg.size("tp") > 1,
         pipeline_model_parallel_size=pg.size("pp"),
@@ -126,7 +126,7 @@ def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) ->
     )
 
 
-def _split(layers: int, pp: int, vpp: int, how: str) -> dict[str, object]:
+def split(layers: int, pp: int, vpp: int, how: str) -> dict[str, object]:
     """Divide the layers among the chunks of all stages."""
     chunks = pp * vpp
     if layers % chunks == 0:

@@ -15,8 +15,7 @@ from megapg.plan.training import Job, Training
 
 Measure = Callable[[Job], Training]
 
-_UNEVEN = 1.2  # the fullest stage, by the mean of all
-_FULL = 0.5  # of a GPU. If less is held, uneven stages do no harm.
+_UNEVEN = 1.2  # parameters of the fullest stage, by the mean of all
 
 
 def find_in_training(
@@ -43,9 +42,7 @@ def find_in_training(
     limit, most = cluster.memory_gb.value * 10**9, training.fullest.total
     if most > limit:
         found.append(_out_of_memory(cluster, training, measure))
-    elif most > _FULL * limit:
-        found += _uneven(training)
-    return [*found, *_communicators(training)]
+    return [*found, *_uneven(training), *_communicators(training)]
 
 
 def _out_of_memory(cluster: Cluster, training: Training, measure: Measure) -> Finding:
@@ -54,7 +51,7 @@ def _out_of_memory(cluster: Cluster, training: Training, measure: Measure) -> Fi
         f"out of memory: a rank of stage {full.stage} holds {text_of_bytes(full.total)}, and a GPU "
         f"has {cluster.memory_gb.value:g} GB."
     )
-    cure = "--suggest lists the layouts of this world size that fit."
+    cure = "--suggest lists the layouts that fit, or the world size that may be enough."
     for options, job in _jobs(training.job):
         with contextlib.suppress(PlanError):  # a model of the user's may not recompute
             most = measure(job).fullest.total
@@ -75,11 +72,10 @@ def _jobs(job: Job) -> Iterator[tuple[str, Job]]:
 
 
 def _uneven(training: Training) -> Iterator[Finding]:
-    full = training.fullest
-    totals = [stage.total for stage in training.stages]
-    over = full.total * len(totals) / sum(totals)
+    full = max(training.stages, key=lambda stage: stage.weights)
+    over = full.weights * len(training.stages) / sum(each.weights for each in training.stages)
     if over > _UNEVEN:
-        what = f"uneven stages: a rank of stage {full.stage} holds {over - 1:.0%} more than the"
+        what = f"uneven stages: stage {full.stage} has {over - 1:.0%} more parameters than the"
         cure = (
             f"Give stage {full.stage} fewer layers, with pipeline_model_parallel_layout of "
             "TransformerConfig in a model of your own."

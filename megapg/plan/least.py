@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megapg.errors import PlanError
 from megapg.layout import GroupName, ParallelLayout
+from megapg.plan.measure import as_rank, weightless_on_cpu
 from megapg.plan.training import Flow, Job, StageCost
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class Shape:
         experts: number of experts of a layer; 0 if there are none.
         routed: times that a token is sent to experts.
         kept: numbers that the backward pass needs of a token in a layer, at least: the inputs of
-            matrix products.
+            matrix products. 0 for a function, whose own config may ask for recomputation.
         weights: number of parameters without experts.
         expert_weights: number of parameters of all experts.
         active: number of parameters that a token is multiplied with.
@@ -76,9 +77,9 @@ def look_at(model: Model, job: Job) -> Shape:
     inner = 2 + bool(config.gated_linear_unit)
     dense = config.hidden_size + inner * config.ffn_hidden_size
     expert = topk * (config.hidden_size + inner * (config.moe_ffn_hidden_size or 0))
+    kept = attention + min([dense] * (layers > moe_layers) + [expert] * (moe_layers > 0))
     latent = getattr(config, "multi_latent_attention", False)  # gathers less than all tokens
     whole = (layers - moe_layers) + layers * (not latent)
-    split = divided % 2 == 0 and _built(model, job, ep, tp=2).config.sequence_parallel
     size = next(module.parameters()).itemsize
     return Shape(
         layers=layers,
@@ -87,11 +88,11 @@ def look_at(model: Model, job: Job) -> Shape:
         heads=divided,
         experts=experts,
         routed=topk * (config.moe_token_dispatcher_type == "alltoall"),
-        kept=attention + min([dense] * (layers > moe_layers) + [expert] * (moe_layers > 0)),
+        kept=kept if model.source else 0,
         weights=every - expert_weights,
         expert_weights=expert_weights,
         active=every - looked_up - idle,
-        sent=whole * (4 + split) + 2 * layers * latent,
+        sent=whole * (4 + bool(model.source)) + 2 * layers * latent,  # if published, split
         sent_again=whole * 2 + layers * latent,
         bytes=(size, 4 if config.bf16 else size, 8 if size == 4 else 12),
     )
@@ -105,12 +106,9 @@ def _with_few_experts(model: Model, job: Job) -> tuple[int, Any]:
     return 1, _built(model, job, 1)
 
 
-def _built(model: Model, job: Job, ep: int, tp: int = 1) -> Any:
-    import torch
-
-    from megapg.testing import fake_collection, megatron_on_cpu
-
-    with megatron_on_cpu(), fake_collection(tp=tp, ep=ep, expt_tp=1) as pg, torch.device("meta"):
+def _built(model: Model, job: Job, ep: int) -> Any:
+    layout = ParallelLayout(world_size=ep, ep=ep, expt_tp=1)
+    with weightless_on_cpu(), as_rank(layout, 0) as pg:
         return model.build(pg, job=job)
 
 
@@ -149,7 +147,9 @@ def _kept(layout: ParallelLayout, job: Job, shape: Shape) -> int:
     layers = each * min(ahead, job.microbatches * chunks)
     tokens = job.micro_batch_size * job.seq_length // layout.cp
     kept = shape.kept * layers
-    if job.recompute == "full":  # the inputs of all layers, and one layer that is computed again
+    if (
+        job.recompute == "full" and kept
+    ):  # the inputs of all layers, and one layer that is computed again
         kept = shape.hidden * (layers - 1) + shape.kept
     return shape.bytes[0] * tokens * kept // layout.tp
 
@@ -158,19 +158,18 @@ def _flows(
     layout: ParallelLayout, job: Job, shape: Shape, dense: int, experts: int
 ) -> Iterator[Flow]:
     """Yield traffic that a rank has on average over the stages, or less."""
-    chunks, again = layout.pp * (layout.vpp or 1), job.recompute == "full"
+    again = job.recompute == "full"
     token = shape.bytes[0] * shape.hidden * job.micro_batch_size * job.seq_length // layout.cp
     routed = (4 + 2 * again) * shape.moe_layers * shape.routed / layout.tp
     sizes: dict[tuple[GroupName, str], float] = {
         ("tp", "all_gather"): shape.sent + again * shape.sent_again,
         ("ep", "all_to_all"): routed,
         ("expt_tp", "all_gather"): routed * layout.expt_tp,
-        ("pp", "send"): 2 * (chunks - 1) / layout.tp,
     }
     passes = token * job.microbatches / layout.pp
     for (field, collective), size in sizes.items():
         yield Flow(field, collective, 0, int(passes * size), 0)
-    held: dict[GroupName, int] = {"dp_cp": dense, "expt_dp": experts}
+    held: dict[GroupName, int] = {"intra_dp_cp": dense, "intra_expt_dp": experts}
     for field, count in held.items():
         yield Flow(field, "reduce_scatter", 0, shape.bytes[1] * count, 0)
         yield Flow(field, "all_gather", 0, shape.bytes[0] * count, 0)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megapg.layout import ParallelLayout
 from megapg.plan.cluster import Cluster
-from megapg.plan.training import Flow, Job, StageCost
+from megapg.plan.spans import kinds_of, over_network
+from megapg.plan.training import Job, StageCost
 
 # In a ring of n ranks, each rank sends (n - 1) / n of the buffer's bytes, times this number.
 # Received bytes are not counted, as another rank sends them.
@@ -66,24 +65,21 @@ def time_lost(
 
 
 def _sent(layout: ParallelLayout, cluster: Cluster, stage: StageCost) -> tuple[float, float]:
-    """Return the bytes that a rank sends over the network and over NVLink."""
+    """Return the bytes that a rank sends over the network and over NVLink.
+
+    The groups of each field are those that cross most.
+    """
     network = nvlink = 0.0
+    block = max(cluster.node_size, cluster.domain_size)
     for flow in stage.flows:
-        group = layout.members(flow.field, stage.rank)
+        size = len(layout.members(flow.field, stage.rank))
         sent = float(flow.bytes * _SENT.get(flow.collective, 1))
         if flow.collective != "send":
-            sent *= (len(group) - 1) / len(group)
-        share = _share_of_network(cluster, flow, group)
+            sent *= (size - 1) / size
+        share = max(
+            over_network(layout, cluster, flow.collective, group, stage.stage)
+            for group in kinds_of(layout, flow.field, block)
+        )
         network += sent * share
         nvlink += sent * (1 - share)
     return network, nvlink
-
-
-def _share_of_network(cluster: Cluster, flow: Flow, group: Sequence[int]) -> float:
-    """Return the share of a ring's steps, or of all pairs, that leaves NVLink and the node."""
-    block = max(cluster.node_size, cluster.domain_size)
-    blocks = [rank // block for rank in group]
-    if flow.collective == "all_to_all":
-        inside = sum(count * (count - 1) for count in Counter(blocks).values())
-        return 1 - inside / max(1, len(group) * (len(group) - 1))
-    return sum(a != b for a, b in itertools.pairwise([*blocks, blocks[0]])) / len(group)

@@ -20,14 +20,17 @@ from megatron.core.tensor_parallel.random import (
 )
 
 import megapg
+from megapg.collection import ProcessGroupCollection
 from megapg.communicators.lanes import NCCL_LANES
 from megapg.errors import PlanError
 from megapg.layout import GroupName, ParallelLayout
+from megapg.megatron.core import losses_of_experts
 from megapg.ownership.opening import fake_session
 from megapg.plan.cluster import Cluster
 from megapg.plan.models import Model
 from megapg.plan.nccl import of_stages
 from megapg.plan.pipeline import most_kept
+from megapg.plan.spans import over_network
 from megapg.plan.stage import Measured, Shape, Stage
 from megapg.plan.training import Flow, Job, StageCost, Training
 from megapg.testing.cpu import megatron_on_cpu
@@ -42,6 +45,7 @@ def measure(
     model: Model,
     job: Job,
     say: Callable[[str], object] | None = None,
+    rank: int | None = None,
 ) -> Training:
     """Return the memory and the traffic of one training step.
 
@@ -54,6 +58,7 @@ def measure(
         model: the model.
         job: what is trained.
         say: called with a line of text before each stage.
+        rank: a rank of the pipeline to measure. Default: the lowest.
 
     Raises:
         PlanError: the model can't be built or trained in this layout.
@@ -65,13 +70,13 @@ def measure(
             f"{job.microbatches} microbatches: Megatron-core interleaves virtual pipeline stages "
             f"only with a multiple of pp={layout.pp}. Plan with --microbatches {more}."
         )
-    pipeline = layout.members("pp", layout.ranks[0])
+    pipeline = layout.members("pp", layout.ranks[0] if rank is None else rank)
     memory = {
         stage: each.memory for each in of_stages(layout, pipeline[0]) for stage in each.stages
     }
     alike: dict[Shape, Measured] = {}
     weights, costs = 0, []
-    with _quiet(), _restored(), megatron_on_cpu(), weightless():
+    with weightless_on_cpu():
         for stage, rank in enumerate(pipeline):
             if say is not None:
                 say(f"stage {stage + 1} of {layout.pp}")
@@ -94,13 +99,13 @@ def measure(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence Megatron-core, which warns of the CPU."""
+def weightless_on_cpu() -> Iterator[None]:
+    """Build models without weights. Megatron-core, which warns of the CPU, is silent."""
     log = logging.getLogger("megatron")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _restored(), megatron_on_cpu(), weightless():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -108,23 +113,8 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _restored() -> Iterator[None]:
-    """Restore at the end what Megatron-core changes: random numbers, and variables it adds."""
-    tracker, variables = get_cuda_rng_tracker(), set(os.environ)
-    random = dict(vars(tracker))
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        vars(tracker).update(random)
-        for name in os.environ.keys() - variables:
-            del os.environ[name]
-
-
-def _measured(
-    layout: ParallelLayout, rank: int, model: Model, job: Job, alike: dict[Shape, Measured]
-) -> Measured:
-    """Build the stage of a rank, and measure it unless there was one of its shape."""
+def as_rank(layout: ParallelLayout, rank: int) -> Iterator[ProcessGroupCollection]:
+    """Play a rank, with published groups and seeded generators; yield its groups."""
     # As on NCCL, so that experts and replicas have a group each, also of equal ranks.
     with (
         fake_session(layout, rank, lanes=NCCL_LANES) as session,
@@ -132,8 +122,38 @@ def _measured(
     ):
         ranks = {f"{name}_rank": session.groups.rank(f) for name, f in _SEEDED.items()}
         model_parallel_cuda_manual_seed(1, **ranks)
+        yield session.groups
+
+
+@contextlib.contextmanager
+def _restored() -> Iterator[None]:
+    """Restore at the end what Megatron-core changes in this process.
+
+    It changes random numbers, adds variables to the environment, and records losses of experts. The
+    record has as many layers as the first model.
+    """
+    tracker, variables = get_cuda_rng_tracker(), set(os.environ)
+    random, recorded = dict(vars(tracker)), losses_of_experts()
+    losses = dict(recorded)
+    recorded.clear()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        vars(tracker).update(random)
+        for name in os.environ.keys() - variables:
+            del os.environ[name]
+        recorded.clear()
+        recorded.update(losses)
+
+
+def _measured(
+    layout: ParallelLayout, rank: int, model: Model, job: Job, alike: dict[Shape, Measured]
+) -> Measured:
+    """Build the stage of a rank, and measure it unless there was one of its shape."""
+    with as_rank(layout, rank) as pg:
         try:
-            stage = Stage(model, session.groups, job)
+            stage = Stage(model, pg, job)
             if stage.shape not in alike:
                 alike[stage.shape] = stage.measure()
         except PlanError:
@@ -160,34 +180,24 @@ def _flows(
                 key = cast("GroupName", row.field), row.collective
                 count, size = sums.get(key, (0, 0))
                 sums[key] = count + row.count * repeated, size + row.bytes * repeated
-    flows = [
-        Flow(field, collective, *sum, _crossing(cluster, rank, layout.members(field, rank)))
-        for (field, collective), sum in sorted(sums.items())
-    ]
-    return (*flows, *_messages(layout, cluster, job, rank, found.boundary))
+    messages = _messages(layout, job, rank, found.boundary)
+    stage = layout.members("pp", rank).index(rank)
+    return tuple(
+        Flow(field, collective, *sum, over_network(layout, cluster, collective, group, stage))
+        for (field, collective), sum in (*sorted(sums.items()), *messages)
+        for group in (layout.members(field, rank),)
+    )
 
 
 def _messages(
-    layout: ParallelLayout, cluster: Cluster, job: Job, rank: int, size: int
-) -> Iterator[Flow]:
-    """Yield what a rank sends and receives between pipeline stages.
+    layout: ParallelLayout, job: Job, rank: int, size: int
+) -> Iterator[tuple[tuple[GroupName, str], tuple[int, int]]]:
+    """Yield the count and the bytes of what a rank sends and receives between pipeline stages.
 
     Every chunk receives activations from the chunk before it and returns their gradients.
     """
-    pipeline, vpp = layout.members("pp", rank), layout.vpp or 1
-    stage = pipeline.index(rank)
-    last = stage == layout.pp - 1
-    before, after = pipeline[stage - 1], pipeline[(stage + 1) % layout.pp]
-    peers = [before] * (vpp - (stage == 0)) + [after] * (vpp - last)
-    if peers and layout.pp > 1:
-        crossing = sum(_crossing(cluster, rank, (peer,)) for peer in peers) / len(peers)
-        count = len(peers) * job.microbatches
-        for collective in ("recv", "send"):
-            yield Flow("pp", collective, count, count * size, crossing)
-
-
-def _crossing(cluster: Cluster, rank: int, members: tuple[int, ...]) -> float:
-    """Return the share of the other members that a rank reaches over the network only."""
-    block = max(cluster.node_size, cluster.domain_size)
-    others = [member for member in members if member != rank]
-    return sum(member // block != rank // block for member in others) / max(1, len(others))
+    ends = rank in layout.members("pp", rank)[:: max(1, layout.pp - 1)]
+    count = (2 * (layout.vpp or 1) - ends) * job.microbatches
+    if layout.pp > 1:
+        yield ("pp", "recv"), (count, count * size)
+        yield ("pp", "send"), (count, count * size)

@@ -59,12 +59,14 @@ class Model:
         seq_length: tokens of a sample, unless the user gives another number.
         build: builds one chunk of a rank, inside ``megapg.testing.megatron_on_cpu()``.
         source: where the numbers were published; empty for a function.
+        split: how layers are divided that stages do not divide; None if a function decides.
     """
 
     name: str
     seq_length: int
     build: Builder
     source: str = ""
+    split: str | None = None
 
 
 def model_names() -> list[str]:
@@ -120,7 +122,8 @@ def describe_model(name: str, numbers: Mapping[str, Any], place: str = "") -> Mo
     if not isinstance(length, int):
         raise PlanError(f"--model {name}: seq_length is {length!r}. Write a number of tokens.")
     build = partial(_build, name, numbers)
-    return Model(name, length, build, numbers.get("source", place))
+    source, split = numbers.get("source", place), numbers.get("split", "")
+    return Model(name, length, build, source, split)
 
 
 def _build(

@@ -11,7 +11,7 @@ import megapg
 from megapg.communicators.plan import Communicator
 from megapg.errors import PlanError
 from megapg.layout import GroupName, ParallelLayout
-from megapg.plan.bars import Memory, memory_of
+from megapg.plan.bars import Memory, memory_of, text_of_bytes
 from megapg.plan.cluster import Cluster, load_cluster
 from megapg.plan.cures import find_in_training
 from megapg.plan.findings import Finding, find
@@ -23,6 +23,7 @@ from megapg.plan.svg import to_svg
 from megapg.plan.training import Flow, Job, Training
 
 DEFAULT_CLUSTER = "H100-8"
+TRAFFIC = ("field", "collective", "calls", "bytes", "over the network")
 _SIZES = ("tp", "cp", "pp", "dp", "ep", "expt_tp", "expt_dp", "gtp_remat", "expt_gtp_remat")
 
 
@@ -64,6 +65,19 @@ class Plan:
             return []
         stage = self.layout.members("pp", self.rank).index(self.rank)
         return sorted(self.training.stages[stage].flows, key=lambda flow: -flow.bytes)
+
+    @property
+    def traffic(self) -> list[tuple[str, ...]]:
+        """The rows of ``TRAFFIC`` of the rank, and their total; empty if it has no traffic."""
+        rows: list[tuple[str, ...]] = []
+        flows = self.flows
+        for flow in flows:
+            size, share = text_of_bytes(flow.bytes), f"{flow.crossing:.0%}"
+            rows.append((flow.field, flow.collective, f"{flow.count:,}", size, share))
+        if total := sum(flow.bytes for flow in flows):
+            share = f"{sum(flow.bytes * flow.crossing for flow in flows) / total:.0%}"
+            rows.append(("total", "", "", text_of_bytes(total), share))
+        return rows
 
     def picture(
         self, fields: Sequence[GroupName] = (), rank: int | None = None, nodes: int = NODES
@@ -154,7 +168,7 @@ def make_plan(
     training = None
     findings = find(layout, cluster)
     if job is not None:
-        measure = _measure(layout, cluster, job, say)
+        measure = _measure(layout, cluster, job, say, rank)
         training = measure(job)
         findings = find_in_training(layout, cluster, training, measure, findings)
     made = of_rank(layout, rank)
@@ -172,7 +186,11 @@ def make_plan(
 
 
 def _measure(
-    layout: ParallelLayout, cluster: Cluster, job: Job, say: Callable[[str], object] | None
+    layout: ParallelLayout,
+    cluster: Cluster,
+    job: Job,
+    say: Callable[[str], object] | None,
+    rank: int,
 ) -> Callable[[Job], Training]:
     """Return a function that counts a step of a job of the same model."""
     try:
@@ -180,7 +198,7 @@ def _measure(
     except ImportError as error:
         raise PlanError(f"{error}. {NEEDS}") from error
     model = find_model(job.model)
-    return lambda job: measure(layout, cluster, model, job, say)
+    return lambda job: measure(layout, cluster, model, job, say, rank)
 
 
 def draw_svg(

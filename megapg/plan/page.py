@@ -6,8 +6,7 @@ import json
 from html import escape
 from pathlib import Path
 
-from megapg.plan.bars import text_of_bytes
-from megapg.plan.overview import Plan
+from megapg.plan.overview import TRAFFIC, Plan
 from megapg.plan.picture import Picture
 from megapg.plan.spans import text_of_ranks
 from megapg.plan.svg import to_svg
@@ -58,12 +57,8 @@ def _traffic(plan: Plan) -> str:
     """Return the heading and the table of the rank's traffic; nothing without a model."""
     if plan.training is None:
         return ""
-    names = ("field", "collective", "calls", "bytes", "leave the node")
-    rows = ["<tr><th>" + "</th><th>".join(names) + "</th></tr>"]
-    for flow in plan.flows:
-        size, share = text_of_bytes(flow.bytes), f"{flow.crossing:.0%}"
-        cells = (flow.field, flow.collective, f"{flow.count:,}", size, share)
-        rows.append(f"<tr><td>{'</td><td>'.join(cells)}</td></tr>")
+    rows = ["<tr><th>" + "</th><th>".join(TRAFFIC) + "</th></tr>"]
+    rows += [f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in plan.traffic]
     table = "\n".join(rows)
     return (
         f"<h2>Traffic of rank {plan.rank} in one step</h2>\n<table class='traffic'>{table}</table>"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -40,7 +42,7 @@ def span_of(layout: ParallelLayout, cluster: Cluster, field: GroupName, rank: in
     """Return the reach of a field's groups. Costs no more than one group of each kind."""
     nodes = crossed(layout, field, cluster.node_size)
     domains = crossed(layout, field, cluster.domain_size)
-    size = max(map(len, _kinds(layout, field, 1)))
+    size = max(map(len, kinds_of(layout, field, 1)))
     link: Link = "network" if nodes[1] > 1 else "node"
     if domains[1] == 1:
         link = "NVLink" if size > 1 else "none"
@@ -50,17 +52,38 @@ def span_of(layout: ParallelLayout, cluster: Cluster, field: GroupName, rank: in
 
 def crossed(layout: ParallelLayout, field: GroupName, block: int) -> tuple[int, int]:
     """Return the fewest and most blocks of ``block`` neighbouring ranks that a group is on."""
-    found = [len({rank // block for rank in group}) for group in _kinds(layout, field, block)]
+    found = [len({rank // block for rank in group}) for group in kinds_of(layout, field, block)]
     return min(found), max(found)
 
 
-def _kinds(layout: ParallelLayout, field: GroupName, block: int) -> Iterable[tuple[int, ...]]:
+def kinds_of(layout: ParallelLayout, field: GroupName, block: int) -> Iterable[tuple[int, ...]]:
     """Yield groups so that every group lies in blocks like one of them."""
     if layout.ranks != range(layout.world_size) or not layout.is_regular(field):
         return layout.partition(field)
     # All groups have the same shape. Where a group starts in its block decides which it crosses.
     starts = {first % block: first for first in layout.first_ranks(field)}
     return (layout.members(field, first) for first in starts.values())
+
+
+def over_network(
+    layout: ParallelLayout, cluster: Cluster, collective: str, group: Sequence[int], stage: int
+) -> float:
+    """Return the share of bytes that leaves NVLink and the node.
+
+    It is that of a ring's steps or of all pairs of ranks. Of messages between pipeline stages, it
+    is that of the stage's own neighbours.
+    """
+    block = max(cluster.node_size, cluster.domain_size)
+    blocks = [rank // block for rank in group]
+    if collective == "all_to_all":
+        inside = sum(count * (count - 1) for count in Counter(blocks).values())
+        return 1 - inside / max(1, len(group) * (len(group) - 1))
+    crossed = [a != b for a, b in itertools.pairwise([*blocks, blocks[0]])]
+    if collective in ("recv", "send"):
+        chunks = layout.vpp or 1
+        before, after = chunks - (stage == 0), chunks - (stage == layout.pp - 1)
+        return (before * crossed[stage - 1] + after * crossed[stage]) / (before + after)
+    return sum(crossed) / len(group)
 
 
 def runs_of(ranks: Sequence[int]) -> list[tuple[int, int, int]]:

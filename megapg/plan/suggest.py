@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megapg.errors import LayoutError, PlanError
-from megapg.layout import ParallelLayout
+from megapg.layout import DEFAULT_ORDER, ParallelLayout
+from megapg.plan.architecture import split
 from megapg.plan.cluster import Cluster
 from megapg.plan.least import least, look_at
 from megapg.plan.lost import Lost, time_lost
@@ -230,8 +231,14 @@ class _Search:
             return False
         if self.shape.experts and layout.ep == 1 and layout.expt_tp != layout.tp:
             return False
-        missing = -self.shape.layers % (layout.pp * (layout.vpp or 1))
-        return layout.vpp is None or (microbatches % layout.pp == 0 and missing in (0, 2))
+        if layout.vpp and microbatches % layout.pp:
+            return False
+        how = "ends count as layers" if self._model.split is None else self._model.split
+        if self._model.split is not None or layout.vpp:
+            with contextlib.suppress(PlanError):
+                return split(self.shape.layers, layout.pp, layout.vpp or 1, how) is not None
+            return False
+        return True
 
     def _judged(self, layout: ParallelLayout, microbatches: int, place: int = 0) -> _Waiting | None:
         """Return a layout with the first job from ``place`` that may fit; None if none does."""
@@ -277,4 +284,8 @@ def text_of_options(layout: ParallelLayout, job: Job) -> str:
     options = [f"--{name} {size}" for name, size in sizes.items() if size and size > 1]
     if layout.expt_tp != layout.tp:
         options.append(f"--expt-tp {layout.expt_tp}")
+    if layout.order != DEFAULT_ORDER:
+        options.append(f"--order {layout.order}")
+    if layout.optimizer_instances > 1:
+        options.append(f"--optimizer-instances {layout.optimizer_instances}")
     return " ".join([*options, f"--recompute {job.recompute}"])

@@ -41,8 +41,8 @@ class Flow:
         collective: its name in torch, such as ``all_reduce``, or ``send`` and ``recv``.
         count: number of calls.
         bytes: bytes of all calls, counted as by :func:`megapg.testing.count_traffic`.
-        crossing: share of the bytes that go over the network, from 0 to 1: the share of the group's
-            other ranks, or of the receivers, that are on other nodes and not connected by NVLink.
+        crossing: share of the bytes that go over the network, from 0 to 1. See
+            :func:`megapg.plan.spans.over_network`.
     """
 
     field: GroupName

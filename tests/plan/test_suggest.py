@@ -9,6 +9,7 @@ import re
 import resource
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import commands as cli
 import pytest
@@ -16,12 +17,13 @@ from schemas import check_schema
 
 import megapg.plan
 from megapg.errors import PlanError
-from megapg.plan import Quantity, load_cluster
-from megapg.plan.least import least
+from megapg.layout import ParallelLayout
+from megapg.plan import Flow, Quantity, StageCost, load_cluster
+from megapg.plan.least import least, look_at
 from megapg.plan.lost import time_lost
 from megapg.plan.measure import measure
 from megapg.plan.models import find_model
-from megapg.plan.suggest import _Search, default_samples, suggest
+from megapg.plan.suggest import _Search, default_samples, suggest, text_of_options
 from megapg.plan.training import Job
 
 SCHEMA = json.loads(Path(megapg.plan.__file__).with_name("schema.json").read_text())
@@ -211,6 +213,71 @@ def test_a_function_without_recomputation_is_not_asked_for_it(tmp_path, cluster)
         suggest(4, cluster, model, Job(model=model.name, seq_length=64))
 
 
+def test_the_function_of_the_guide_has_suggestions(tmp_path):
+    """Its vocabulary of an odd size does not divide among tp."""
+    page = (Path(__file__).parents[2] / "migration_guide/plan.md").read_text()
+    (source,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.S)
+    source = source.replace("50304", "50257").replace("num_layers=16", "num_layers=2")
+    (tmp_path / "train.py").write_text(source)
+    words = "plan --world-size 4 --suggest --model train.py:build --global-batch-size 8 --pp 1"
+    done = cli.megapg(*words.split(), at=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert b"The first" in done.stdout
+    assert "--model train.py:build" in done.stdout.decode()
+
+
+def test_a_function_with_recomputation_of_its_own_is_bounded_by_its_weights(tmp_path):
+    page = (Path(__file__).parents[2] / "migration_guide/plan.md").read_text()
+    (source,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.S)
+    named = f"{tmp_path}/recomputed.py:build"
+    source = source.replace('recompute="none", ', "").replace("recompute ==", '"full" ==')
+    source = source.replace("else recompute", 'else "full"')
+    (tmp_path / "recomputed.py").write_text(source)
+    job = Job(model=named, seq_length=2048, microbatches=8)
+    layout = ParallelLayout(world_size=1)
+    model = find_model(named)
+    bound = least(layout, job, look_at(model, job))
+    (stage,) = measure(layout, load_cluster("H100-8"), model, job).stages
+    assert bound.total <= stage.total - stage.communicators[1]
+
+
+def test_replicas_of_the_optimizer_do_not_raise_the_bound(folder, cluster):
+    model = find_model(str(folder / "dense.toml"))
+    job = Job(model=model.name, seq_length=model.seq_length, microbatches=1)
+    layout = ParallelLayout(world_size=8, optimizer_instances=2)
+    stages = [least(layout, job, look_at(model, job))]
+    stages += measure(layout, cluster, model, job).stages
+    lower, lost = (time_lost(layout, cluster, job, [each], 1).seconds for each in stages)
+    assert lower <= lost
+
+
+def test_the_groups_that_cross_most_decide():
+    layout = ParallelLayout(world_size=24, tp=6)
+    flows = (Flow("tp", "all_gather", 1, 6 * 10**9, 0.0),)
+    stage = StageCost(0, 0, 1, 1, 1, 1, 1, (0, 0), flows)
+    job = Job(model="any", seq_length=1)
+    lost = time_lost(layout, load_cluster("H100-8"), job, [stage], 1)
+    assert lost.network_bytes == pytest.approx(5e9 / 3)
+
+
+def test_options_name_the_order_and_the_replicas():
+    sizes = {"tp": 2, "pp": 2, "order": "tp-cp-ep-pp-dp", "optimizer_instances": 2}
+    words = text_of_options(ParallelLayout(world_size=16, **sizes), Job(model="", seq_length=1))
+    assert "--order tp-cp-ep-pp-dp --optimizer-instances 2" in words
+
+
+def test_chunks_that_are_not_equal_are_considered(cluster):
+    model = find_model("deepseek-v3")
+    job = Job(model=model.name, seq_length=4096)
+    jobs = [job]
+    search = object.__new__(_Search)
+    search._model, search._jobs = model, jobs
+    search.shape = SimpleNamespace(layers=61, experts=256)
+    for pp, vpp, possible in ((8, 4, True), (4, 4, True), (8, 7, False), (8, None, True)):
+        layout = ParallelLayout(world_size=256, pp=pp, vpp=vpp, ep=8)
+        assert search._divides(layout, 64) == possible
+
+
 @pytest.mark.parametrize(
     ("world_size", "seq_length", "samples"),
     [(64, 8192, 512), (1024, 8192, 512), (96, 8192, 768), (8, 3000, 2048), (7, 2**24, 7)],
@@ -259,6 +326,7 @@ def test_the_command_lists_layouts_and_how_to_see_the_first(folder):
         ("--global-batch-size 8", "--global-batch-size: only with --suggest."),
         ("--suggest --model llama3-8b --rank 1 --svg a.svg", "--rank, --svg: not with --suggest"),
         ("--suggest --model llama3-8b --cluster 1xH100-8", "Use 2xH100-8"),
+        ("--suggest --model llama3-8b --order bogus", "bogus"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(words, message, tmp_path):

@@ -132,6 +132,9 @@ def test_the_traffic_is_that_of_the_stage_of_the_rank():
         ("embd", "all_reduce", "1", "1.0 MB", "100%"),
     ]
     assert "Traffic of rank 63 in one step" in text
+    assert "bytes  over the network" in text
+    total = re.search(r"^  total +([\d.]+ \w+) +(\d+%)", text, re.M)
+    assert total.groups() == ("178 GB", "2%")
     assert "embd   all_reduce" not in first
 
 
@@ -198,6 +201,8 @@ def test_the_page_has_the_bars_and_the_traffic():
     assert "<h2>Traffic of rank 5 in one step</h2>" in page
     row = "<td>tp</td><td>all_reduce</td><td>1,284</td><td>172 GB</td><td>0%</td>"
     assert row in page
+    assert "<td>total</td><td></td><td></td><td>178 GB</td><td>2%</td>" in page
+    assert "<th>over the network</th>" in page
     assert "{{" not in page
     without = to_html(make_plan(LAYOUT), plan.picture())
     assert "Traffic" not in without
@@ -288,17 +293,21 @@ def test_the_distributed_optimizer_is_tried_first():
 def test_suggestions_are_named_if_no_change_fits(answer):
     measure, calls = recorded(answer)
     (found,) = findings_of(training_of([80] * 4), measure)
-    assert found.cure == "--suggest lists the layouts of this world size that fit."
+    assert found.cure == (
+        "--suggest lists the layouts that fit, or the world size that may be enough."
+    )
     assert len(calls) == 1
 
 
-def test_uneven_stages_name_the_fullest():
-    (found,) = findings_of(training_of([50, 20, 20, 5]), never)
+def test_uneven_stages_have_more_parameters():
+    training = training_of([50, 20, 20, 5])  # as the first stages start more microbatches
+    assert findings_of(training, never) == []
+    first, *others = training.stages
+    larger = replace(first, weights=2 * first.weights)
+    (found,) = findings_of(replace(training, stages=(larger, *others)), never)
     assert found.code == "uneven-stages"
-    assert "a rank of stage 0 holds 50% more than the mean" in found.what
+    assert "stage 0 has 60% more parameters than the mean" in found.what
     assert "pipeline_model_parallel_layout" in found.cure
-    # Less than half of a GPU is held.
-    assert findings_of(training_of([10, 1, 1, 1], parts=(4, 6, 2, (3, 5))), never) == []
 
 
 def test_communicators_that_take_more_than_gradients():
@@ -364,6 +373,17 @@ def test_the_command_counts_a_step_of_a_model(tmp_path):
     root = ElementTree.parse(tmp_path / "plan.svg").getroot()
     assert sum(each.get("class") == "bar" for each in root.iter(f"{SVG}g")) == 2
     assert "<h2>Traffic of rank 5 in one step</h2>" in (tmp_path / "plan.html").read_text()
+
+
+def test_traffic_over_the_network_is_that_of_the_rank():
+    """The groups of tp=6 on nodes of 8 GPUs: ranks 0-5 share a node, ranks 6-11 do not."""
+    layout = ParallelLayout(world_size=24, tp=6)
+    job = Job(model="gpt3-175b", seq_length=384, microbatches=1)
+    crossing = {}
+    for rank in (0, 6):
+        flows = make_plan(layout, "H100-8", rank=rank, job=job).flows
+        crossing[rank] = {flow.crossing for flow in flows if flow.field == "tp"}
+    assert crossing == {0: {0}, 6: {2 / 6}}
 
 
 @pytest.mark.contract
