@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.random import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
+from megatron.core.transformer.moe import moe_utils
 
 import megapg
 from megapg.communicators.lanes import NCCL_LANES
@@ -111,12 +112,17 @@ def _quiet() -> Iterator[None]:
 def _restored() -> Iterator[None]:
     """Restore at the end what Megatron-core changes: random numbers, and variables it adds."""
     tracker, variables = get_cuda_rng_tracker(), set(os.environ)
-    random = dict(vars(tracker))
+    newer = getattr(moe_utils, "get_moe_metrics_tracker", None)  # Megatron-core 0.19
+    losses = newer().metrics if newer else moe_utils.get_moe_layer_wise_logging_tracker()
+    random, balancing = dict(vars(tracker)), dict(losses)
+    losses.clear()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
         vars(tracker).update(random)
+        losses.clear()
+        losses.update(balancing)
         for name in os.environ.keys() - variables:
             del os.environ[name]
 
