@@ -249,7 +249,7 @@ def losses_of_experts() -> dict[str, object]:
     """Return Megatron-core's own record of the losses of experts, by name."""
     package = "megatron.core.transformer.moe"
     found: dict[str, object]
-    try:  # 0.17 and newer
+    try:  # newer cores
         found = importlib.import_module(f"{package}.moe_logging").get_moe_metrics_tracker().metrics
     except ModuleNotFoundError:
         found = importlib.import_module(f"{package}.moe_utils").get_moe_layer_wise_logging_tracker()
