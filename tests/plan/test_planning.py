@@ -251,29 +251,30 @@ def test_a_large_world_takes_two_cpu_seconds_and_no_torch(tmp_path):
 
 
 _GPT3 = """
+import resource, time
 from megapg.layout import ParallelLayout
 from megapg.plan import load_cluster
 from megapg.plan.measure import measure
 from megapg.plan.models import find_model
 from megapg.plan.training import Job
 
+imports = time.process_time()
 layout = ParallelLayout(world_size=16384, tp=8, pp=8)
 job = Job(model="gpt3-175b", seq_length=2048, microbatches=16)
 measure(layout, load_cluster("H100-8"), find_model("gpt3-175b"), job)
+most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(imports, time.process_time() - imports, most)
 """
 
 
 @pytest.mark.slow
-def test_a_model_of_175_billion_on_16384_ranks():
-    script = _GPT3 + (
-        "import resource; used = resource.getrusage(resource.RUSAGE_SELF);"
-        "print(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)"
-    )
+def test_a_model_of_175_billion_costs_little_more_than_imports():
+    """With the imports, which take 4.5 CPU seconds on a quiet machine, it is under 10 seconds."""
     made = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script], check=True, capture_output=True, text=True
+        [sys.executable, "-W", "ignore", "-c", _GPT3], check=True, capture_output=True, text=True
     )
-    seconds, mib = map(float, made.stdout.split()[-2:])
-    assert seconds < 10
+    imports, counting, mib = map(float, made.stdout.split()[-3:])
+    assert counting < 1.2 * imports
     assert mib < 1024
 
 
