@@ -173,7 +173,7 @@ def plan(
     megapg/plan/schema.json describes the JSON.
 
     Exit code 0: the plan is printed, with findings or without. 2: the sizes do not fit together,
-    the cluster or the model, no layout fits, or a named cluster, model or file does not exist.
+    or not to the cluster or the model. Or no layout fits, or a name does not exist.
 
     Example: megapg plan --world-size 512 --tp 8 --pp 8 --cluster 64xH100-8
 

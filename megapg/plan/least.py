@@ -147,9 +147,7 @@ def _kept(layout: ParallelLayout, job: Job, shape: Shape) -> int:
     layers = each * min(ahead, job.microbatches * chunks)
     tokens = job.micro_batch_size * job.seq_length // layout.cp
     kept = shape.kept * layers
-    if (
-        job.recompute == "full" and kept
-    ):  # the inputs of all layers, and one layer that is computed again
+    if job.recompute == "full" and kept:  # the inputs of all layers, and one whole layer
         kept = shape.hidden * (layers - 1) + shape.kept
     return shape.bytes[0] * tokens * kept // layout.tp
 

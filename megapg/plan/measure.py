@@ -192,7 +192,7 @@ def _flows(
 def _messages(
     layout: ParallelLayout, job: Job, rank: int, size: int
 ) -> Iterator[tuple[tuple[GroupName, str], tuple[int, int]]]:
-    """Yield the count and the bytes of what a rank sends and receives between pipeline stages.
+    """Yield the count and the bytes of the messages of a rank between pipeline stages.
 
     Every chunk receives activations from the chunk before it and returns their gradients.
     """

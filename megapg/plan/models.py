@@ -4,13 +4,13 @@ A published model is a small TOML file in the folder ``architectures``. The user
 file, or name the function that builds the model.
 
 Published models are built of Megatron-core's local layers, which need no TransformerEngine. Their
-attention keeps what FlashAttention keeps, as trainings do. So ``recompute="selective"``, which
-computes the attention core again, saves next to nothing. Experts get equal numbers of tokens
+attention keeps what FlashAttention keeps, as in real trainings. ``recompute="selective"`` computes
+the attention core again, so it saves next to nothing here. Experts get equal numbers of tokens
 (capacity factor 1). Weights differ from those of TransformerEngine's layers in one place: the down
 projections of latent attention are split over tp, and not copied. DeepSeek-V3 is built without its
 module for multi-token prediction.
 
-A user's function is taken as it is. Megatron-core's local attention keeps the scores of all pairs
+A user's function is not changed. Megatron-core's local attention keeps the scores of all pairs
 of tokens, unless ``recompute`` is ``selective`` or ``full``.
 """
 

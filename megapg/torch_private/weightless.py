@@ -74,7 +74,7 @@ class _Functions(TorchFunctionMode):
     """Replaces functions that work below the operators.
 
     Megatron-core's optimizer asks for the type of a tensor, and makes a tensor of others. Its
-    dispatcher of tokens makes arrays. Memory can't be pinned without CUDA.
+    dispatcher of tokens makes arrays.
     """
 
     @override
@@ -85,8 +85,6 @@ class _Functions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if kwargs and kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.type and len(args) == 1 and args[0].device == _META:
             kind = args[0].dtype
             name = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
