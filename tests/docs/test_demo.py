@@ -54,7 +54,7 @@ def test_two_ranks_hold_every_row():
     words = " ".join(verdict.split())
     assert "resumed as dp alone: the same loss" in words
     assert "2 of 2 layouts" in words
-    picture = verdict.partition("the same layout on GPUs: ")[2]
+    picture = done.stdout.partition("the same layout on GPUs: ")[2]
     assert picture.startswith("megapg plan --world-size 2 --tp 2\n")
     assert picture.endswith("   0    0  0\n")
 
