@@ -1,5 +1,6 @@
 """Plans: clusters, how far groups reach, communicators, findings and JSON."""
 
+import itertools
 import json
 import re
 import resource
@@ -18,7 +19,7 @@ from megapg.communicators.plan import Recipe, communicators
 from megapg.errors import PlanError, UnknownFieldError
 from megapg.layout import ParallelLayout
 from megapg.plan import load_cluster, make_plan, presets
-from megapg.plan.spans import runs_of, text_of_ranks
+from megapg.plan.spans import over_network, runs_of, text_of_ranks
 
 PAGE = Path(__file__).parents[2] / "migration_guide" / "plan.md"
 SCHEMA = json.loads(Path(megapg.plan.__file__).with_name("schema.json").read_text())
@@ -50,6 +51,18 @@ def test_the_reach_of_groups_is_that_of_every_group(layout, name):
         assert span.ranks == layout.members(span.field, rank)
         assert (span.link == "NVLink") == (span.size > 1 and span.domains == (1, 1))
         assert (span.link == "network") == (span.nodes[1] > 1 and span.domains[1] > 1)
+
+
+def test_the_share_over_the_network_is_that_of_counted_messages():
+    layout, cluster = LAYOUTS[0], load_cluster("H100-8")
+    for field in ("tp", "ep", "dp_cp"):
+        for group in layout.partition(field):
+            ring = [*zip(group, [*group[1:], group[0]], strict=True)]
+            pairs = [*itertools.permutations(group, 2)]
+            for collective, messages in (("all_reduce", ring), ("all_to_all", pairs)):
+                crossing = sum(a // 8 != b // 8 for a, b in messages) / len(messages)
+                found = over_network(layout, cluster, collective, group, stage=0)
+                assert found == pytest.approx(crossing), (field, group, collective)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
