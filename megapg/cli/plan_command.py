@@ -172,8 +172,8 @@ def plan(
 
     megapg/plan/schema.json describes the JSON.
 
-    Exit code 0: the plan is printed, with findings or without. 2: the sizes do not fit together,
-    or not to the cluster or the model. Or no layout fits, or a name does not exist.
+    Exit code 0: the plan is printed, with findings or without. 2: a name does not exist, or the
+    sizes do not fit each other, the cluster or the model. --suggest: also if no layout fits.
 
     Example: megapg plan --world-size 512 --tp 8 --pp 8 --cluster 64xH100-8
 
