@@ -45,6 +45,8 @@ from megapg.checkpoint.state import (
     load_model,
     model_state,
     scheduler_state,
+    showing,
+    vocabularies_of,
 )
 from megapg.checkpoint.team import exchanging, joint_work, layout_of
 from megapg.checkpoint.verify import verify as verify_files
@@ -205,10 +207,12 @@ def load_checkpoint(
                 whole = not (weights_only or release)
                 layout = layout_of(pg)
                 restored = optimizer if load_optimizer and whole else None
+                live = optimizers.with_groups(contents.content_metadata, pg)
+                shown = None if pg_collection is None else pg
                 if restored is not None:
                     _check_optimizer(contents, layout, chunks)
-                live = optimizers.with_groups(contents.content_metadata, pg)
-                state: State = dict(model_state(chunks, live))
+                    optimizers.check(restored, live)
+                state: State = dict(model_state(chunks, live, shown))
                 common = copy.deepcopy(dict(contents.common))
                 if restored is not None:
                     saved = common.get("optimizer", {})
@@ -220,14 +224,11 @@ def load_checkpoint(
                 # Wait for all ranks: a rank that fails near a collective leaves the others in it.
                 team.agree("model")
                 if restored is not None:
-                    with exchanging("the optimizer's state", team):
+                    with exchanging("the optimizer's state", team), showing(shown):
                         state["optimizer"] = optimizers.wanted_state(restored, state, metadata=live)
-                loading = Loading(state, contents, strict=strict)
-                if any(key.startswith("optimizer.") for key in loading.missing):
-                    raise CheckpointMismatchError(
-                        f"{path} lacks part of the optimizer's state, as the model has more than "
-                        "was saved. Load it with weights_only=True. Nothing was changed."
-                    )
+                loading = Loading(
+                    state, contents, strict=strict, vocabularies=vocabularies_of(chunks)
+                )
                 record, report = None, None
                 if rng and whole:
                     record, report = _random_streams(contents, pg, rng_key)
@@ -252,8 +253,8 @@ def load_checkpoint(
                 with exchanging("the optimizer's state", team):
                     if restored is not None:
                         optimizers.restore(restored, state["optimizer"])  # type: ignore[arg-type]
-                    elif optimizer is not None:
-                        optimizer.reload_model_params()
+                    else:
+                        optimizers.reload_weights(optimizer)
                 if scheduler is not None and schedule is not None:
                     # Last, as in Megatron: it may be configured to ignore the saved learning rates.
                     schedulers.restore(scheduler, schedule)
