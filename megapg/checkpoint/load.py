@@ -164,7 +164,7 @@ def load_checkpoint(
         CheckpointNotFoundError: there is no checkpoint, or none of this iteration.
         CheckpointMismatchError: it does not fit the model, or can't be cut for this layout. Nothing
             was changed.
-        BrokenCheckpointError: a file is damaged. Parts that were read before are in the model.
+        BrokenCheckpointError: a file is damaged. If parts were read before, a note says so.
         UnsafeCheckpointError: it would run code. Nothing of it was run.
         CheckpointError: another rank failed; it is named.
         MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
@@ -175,8 +175,8 @@ def load_checkpoint(
     saves.make_room(1)
     choice = Choice(Path(directory).absolute(), iteration)
     while True:
-        team = joint_work(pg, "load", timeout)
-        with _again_if_replaced(choice, team), _naming(f"loading {choice}", team):
+        team, changes = joint_work(pg, "load", timeout), _Changes()
+        with _again_if_replaced(choice, team), changes, _naming(f"loading {choice}", team):
             started = time.monotonic()
             settings = {
                 "checkpoint": choice,
@@ -240,8 +240,9 @@ def load_checkpoint(
                         ", ".join(f"{key} {shape}" for key, shape in loading.resized.items()),
                     )
                 rank_extra, rank_extra_lost = _rank_extra(contents, layout, team)
-                # All ranks have come here, and from here on weights change.
                 unexpected = _unexpected(contents, loading, restored is not None, team)
+                # All ranks have come here, and from here on weights change.
+                changes.begun = True
                 with _progress(path, contents, layout, team) as progress:
                     state = loading.read(common, progress)
                 if identity(path) not in (here, None):
@@ -282,6 +283,26 @@ def load_checkpoint(
                 rank_extra=rank_extra,
                 rank_extra_lost=rank_extra_lost,
                 fallback=chosen["fallback"],
+            )
+
+
+class _Changes:
+    """Adds to an error of a load that the model had begun to change.
+
+    Attributes:
+        begun: True once the first tensor is about to be read.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.begun:
+            error.add_note(
+                "The load had begun: weights, and perhaps the optimizer and the random streams, "
+                "are those of the checkpoint in part. Load again, or build them anew."
             )
 
 

@@ -54,7 +54,7 @@ from megapg.checkpoint.param_groups import (
 )
 from megapg.checkpoint.planning import Item
 from megapg.checkpoint.reshard import FORM, OptimizerSharding
-from megapg.checkpoint.steps import STEP, counts_by_parameter, set_step, step_of
+from megapg.checkpoint.steps import STEP, counts_by_parameter, inners_of, set_step, step_of
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointError, UnsupportedOptionError
 from megapg.rng import replicas
@@ -109,21 +109,31 @@ def prepare(optimizer: MegatronOptimizer | None) -> None:
     """
     for leaf in leaves_of(optimizer):
         inner = leaf.optimizer
-        new = [
-            (group, parameter)
-            for group in inner.param_groups
-            for parameter in group["params"]
-            if not inner.state.get(parameter)
-        ]
-        for group, parameter in new:
-            if hasattr(inner, "initialize_state"):  # Transformer Engine's: it scales its states
-                flag = getattr(inner, "store_param_remainders", None)
-                whole = () if flag is None else (flag and parameter.dtype == torch.bfloat16,)
-                inner.initialize_state(parameter, *whole)
-            elif state := _first_state(inner, group, parameter):
-                inner.state[parameter].update(state)
+        new = False
+        for each in inners_of(leaf):
+            new |= _prepare(each)
+        if new and hasattr(inner, "sub_optimizers"):
+            inner._sync_sub_optimizers_state_to_hdo()
         if new and leaf.init_state_fn is not None:
-            leaf.init_state_fn(inner, leaf.config)  # passes over those that have a state
+            leaf.init_state_fn(inner, leaf.config)  # passes over parameters that have a state
+
+
+def _prepare(inner: Any) -> bool:
+    """Give all parameters without state their first state; return True if there are any."""
+    new = [
+        (group, parameter)
+        for group in inner.param_groups
+        for parameter in group["params"]
+        if not inner.state.get(parameter)
+    ]
+    for group, parameter in new:
+        if hasattr(inner, "initialize_state"):  # Transformer Engine's: it scales its states
+            flag = getattr(inner, "store_param_remainders", None)
+            whole = () if flag is None else (flag and parameter.dtype == torch.bfloat16,)
+            inner.initialize_state(parameter, *whole)
+        elif state := _first_state(inner, group, parameter):
+            inner.state[parameter].update(state)
+    return bool(new)
 
 
 def check(optimizer: MegatronOptimizer | None, metadata: Mapping[str, object]) -> None:
@@ -210,7 +220,7 @@ def _is_prefixed(metadata: Mapping[str, object]) -> bool:
 
 def _described(leaf: Any, part: dict[str, Any]) -> OptimizerState:
     """Return a state of Megatron-core's with its plain values copied and its step put right."""
-    step, by_parameter = step_of(leaf), counts_by_parameter(leaf)
+    step = step_of(leaf)
     state: dict[Any, Any] = {key: _apart(value) for key, value in part.items()}
     if not isinstance(leaf, DistributedOptimizer):
         inner_of(state)["state"].pop(_PLACEHOLDER, None)
@@ -221,7 +231,7 @@ def _described(leaf: Any, part: dict[str, Any]) -> OptimizerState:
     for group in groups_of(state):
         group.pop(STEP, None)
         if step is not None:
-            group[STEP] = step if by_parameter else int(step)
+            group[STEP] = step if counts_by_parameter(leaf.optimizer) else int(step)
     return state
 
 
@@ -340,10 +350,11 @@ def restore(optimizer: MegatronOptimizer | None, state: OptimizerState) -> None:
         CheckpointMismatchError: a parameter group of this optimizer has no counterpart.
     """
     for leaf, part in zip(leaves_of(optimizer), parts_of(state), strict=True):
+        by_parameter = [counts_by_parameter(inner) for inner in inners_of(leaf)]
         with matched_groups(leaf, groups_of(part)) as groups:
             step = max((float(group[STEP]) for group in groups if STEP in group), default=None)
             _load(leaf, with_param_groups(part, groups), step)
-        set_step(leaf, step)
+        set_step(leaf, step, by_parameter)
 
 
 @torch.no_grad()
@@ -438,7 +449,7 @@ def _unshare_steps(leaves: Sequence[Any]) -> None:
 
 
 def _load(leaf: Any, part: dict[str, Any], step: float | None) -> None:
-    by_parameter = counts_by_parameter(leaf)
+    by_parameter = counts_by_parameter(leaf.optimizer)
     if isinstance(leaf, DistributedOptimizer):
         for group in groups_of(part):
             group.pop(STEP, None)
@@ -473,6 +484,10 @@ def _load_distributed(leaf: Any, part: dict[str, Any]) -> None:
             load(part["param_state"])
         else:
             held.put(leaf)
+        if hasattr(leaf.optimizer, "sub_optimizers"):
+            for state in leaf.optimizer.state.values():
+                state.pop("padding", None)  # Megatron-core's mark, which it puts there
+            leaf.optimizer._sync_hdo_state_to_sub_optimizers()
     finally:
         for state, step in zip(counting, steps, strict=True):
             state[STEP] = step

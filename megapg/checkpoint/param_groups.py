@@ -15,6 +15,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
@@ -71,8 +72,9 @@ def parts_of(state: Mapping[str | int, object]) -> list[dict[Any, Any]]:
 
 def inner_of(part: dict[str, Any]) -> dict[str, Any]:
     """Return the state of torch's optimizer, which a mixed-precision optimizer has under a key."""
-    inner: dict[str, Any] = part if "param_groups" in part else part.get("optimizer", {})
-    return inner
+    inner: Any = part if "param_groups" in part else part.get("optimizer", {})
+    whole: dict[str, Any] = inner.data if isinstance(inner, ShardedObject) else inner
+    return whole
 
 
 def groups_of(part: dict[str, Any]) -> list[dict[str, Any]]:
