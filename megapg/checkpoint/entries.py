@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import pathlib
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -230,13 +231,13 @@ def entries_of(path: Path, metadata: Metadata, key: str) -> list[Entry]:
 
     Raises:
         BrokenCheckpointError: ``.metadata`` does not have the place of an entry, or the chunks do
-            not make up the tensor.
+            not make up the tensor. Of an optimizer's state, the part of frozen layers is absent.
     """
     index, saved = path / INDEX_FILE, metadata.state_dict_metadata[key]
     chunks: list[ChunkStorageMetadata | None] = [None]
     if isinstance(saved, TensorStorageMetadata):
         chunks = [*saved.chunks]
-        if problem := flaw(saved):
+        if problem := flaw(saved, count_of(saved) if weight_of(key) else None):
             raise broken(index, f"says that the shards of {key!r} {problem}")
     found = []
     for chunk in chunks:
@@ -272,18 +273,40 @@ def end_of(place: StorageInfo) -> int:
     return place.offset + place.length
 
 
-def flaw(tensor: TensorStorageMetadata) -> str:
+def weight_of(key: str) -> str:
+    """Return the key of the weight that an optimizer's state belongs to; empty if it is no such
+    state.
+    """
+    found = _STATE.match(key)
+    return key[found.end() :] if found else ""
+
+
+_STATE = re.compile(r"(chained_\d+\.)?optimizer\.state\.[^.]+\.")
+
+
+def count_of(tensor: TensorStorageMetadata) -> int:
+    """Return the number of elements in all chunks of a tensor."""
+    return sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+
+
+def flaw(tensor: TensorStorageMetadata, expected: int | None = None) -> str:
     """Return the problem of a tensor's chunks, as in "leave a part of it out"; empty if none.
 
-    Each element must be in exactly one chunk.
+    Each element must be in exactly one chunk; ``expected`` elements if that is fewer than all.
     """
-    chunks = [chunk for chunk in tensor.chunks if 0 not in chunk.sizes]
-    total = sum(math.prod(chunk.sizes) for chunk in chunks)
-    if total < math.prod(tensor.size):
+    chunks = [_ranges(chunk) for chunk in tensor.chunks if 0 not in chunk.sizes]
+    total = count_of(tensor)
+    if any(
+        start < 0 or stop > size
+        for chunk in chunks
+        for (start, stop), size in zip(chunk, tensor.size, strict=True)
+    ):
+        return "reach beyond its end"
+    if total < (math.prod(tensor.size) if expected is None else expected):
         return "leave a part of it out"
-    if total > math.prod(tensor.size) or not _apart(sorted(map(_ranges, chunks))):
+    if total > math.prod(tensor.size) or not _apart(sorted(chunks)):
         return "overlap"
-    return ""
+    return "" if expected is None or total == expected else "have more than was to be written"
 
 
 def _apart(boxes: list[list[tuple[int, int]]]) -> bool:

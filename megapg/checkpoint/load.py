@@ -45,6 +45,8 @@ from megapg.checkpoint.state import (
     load_model,
     model_state,
     scheduler_state,
+    showing,
+    vocabularies_of,
 )
 from megapg.checkpoint.team import exchanging, joint_work, layout_of
 from megapg.checkpoint.verify import verify as verify_files
@@ -162,7 +164,7 @@ def load_checkpoint(
         CheckpointNotFoundError: there is no checkpoint, or none of this iteration.
         CheckpointMismatchError: it does not fit the model, or can't be cut for this layout. Nothing
             was changed.
-        BrokenCheckpointError: a file is damaged. Parts that were read before are in the model.
+        BrokenCheckpointError: a file is damaged. If parts were read before, a note says so.
         UnsafeCheckpointError: it would run code. Nothing of it was run.
         CheckpointError: another rank failed; it is named.
         MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
@@ -173,8 +175,8 @@ def load_checkpoint(
     saves.make_room(1)
     choice = Choice(Path(directory).absolute(), iteration)
     while True:
-        team = joint_work(pg, "load", timeout)
-        with _again_if_replaced(choice, team), _naming(f"loading {choice}", team):
+        team, changes = joint_work(pg, "load", timeout), _Changes()
+        with _again_if_replaced(choice, team), changes, _naming(f"loading {choice}", team):
             started = time.monotonic()
             settings = {
                 "checkpoint": choice,
@@ -205,10 +207,12 @@ def load_checkpoint(
                 whole = not (weights_only or release)
                 layout = layout_of(pg)
                 restored = optimizer if load_optimizer and whole else None
+                live = optimizers.with_groups(contents.content_metadata, pg)
+                shown = None if pg_collection is None else pg
                 if restored is not None:
                     _check_optimizer(contents, layout, chunks)
-                live = optimizers.with_groups(contents.content_metadata, pg)
-                state: State = dict(model_state(chunks, live))
+                    optimizers.check(restored, live)
+                state: State = dict(model_state(chunks, live, shown))
                 common = copy.deepcopy(dict(contents.common))
                 if restored is not None:
                     saved = common.get("optimizer", {})
@@ -220,14 +224,11 @@ def load_checkpoint(
                 # Wait for all ranks: a rank that fails near a collective leaves the others in it.
                 team.agree("model")
                 if restored is not None:
-                    with exchanging("the optimizer's state", team):
+                    with exchanging("the optimizer's state", team), showing(shown):
                         state["optimizer"] = optimizers.wanted_state(restored, state, metadata=live)
-                loading = Loading(state, contents, strict=strict)
-                if any(key.startswith("optimizer.") for key in loading.missing):
-                    raise CheckpointMismatchError(
-                        f"{path} lacks part of the optimizer's state, as the model has more than "
-                        "was saved. Load it with weights_only=True. Nothing was changed."
-                    )
+                loading = Loading(
+                    state, contents, strict=strict, vocabularies=vocabularies_of(chunks)
+                )
                 record, report = None, None
                 if rng and whole:
                     record, report = _random_streams(contents, pg, rng_key)
@@ -239,8 +240,9 @@ def load_checkpoint(
                         ", ".join(f"{key} {shape}" for key, shape in loading.resized.items()),
                     )
                 rank_extra, rank_extra_lost = _rank_extra(contents, layout, team)
-                # All ranks have come here, and from here on weights change.
                 unexpected = _unexpected(contents, loading, restored is not None, team)
+                # All ranks have come here, and from here on weights change.
+                changes.begun = True
                 with _progress(path, contents, layout, team) as progress:
                     state = loading.read(common, progress)
                 if identity(path) not in (here, None):
@@ -252,8 +254,8 @@ def load_checkpoint(
                 with exchanging("the optimizer's state", team):
                     if restored is not None:
                         optimizers.restore(restored, state["optimizer"])  # type: ignore[arg-type]
-                    elif optimizer is not None:
-                        optimizer.reload_model_params()
+                    else:
+                        optimizers.reload_weights(optimizer)
                 if scheduler is not None and schedule is not None:
                     # Last, as in Megatron: it may be configured to ignore the saved learning rates.
                     schedulers.restore(scheduler, schedule)
@@ -281,6 +283,26 @@ def load_checkpoint(
                 rank_extra=rank_extra,
                 rank_extra_lost=rank_extra_lost,
                 fallback=chosen["fallback"],
+            )
+
+
+class _Changes:
+    """Adds to an error of a load that the model had begun to change.
+
+    Attributes:
+        begun: True once the first tensor is about to be read.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.begun:
+            error.add_note(
+                "The load had begun: weights, and perhaps the optimizer and the random streams, "
+                "are those of the checkpoint in part. Load again, or build them anew."
             )
 
 

@@ -1,10 +1,10 @@
 """Saving and loading optimizer state with Megatron-core.
 
 Megatron-core's optimizers describe their state with ``sharded_state_dict`` and take it back with
-``load_state_dict``. Both assume the fused Adam of Apex or TransformerEngine, which has one step
-counter per parameter group. Torch's own optimizers have one step tensor per parameter, and both
-functions fail on it. The functions here call them, and correct the state before and after. No class
-is patched, and with a fused Adam nothing changes.
+``load_state_dict``. Both differ by where the optimizer inside keeps its step, and fail if a rank
+has nothing to train. The functions here call them for each optimizer of a chain, and correct the
+state before and after. No class is patched. An optimizer is not asked for its class, but for what
+it has: a step for each parameter or for each group, states that it scales itself.
 
 The order at load::
 
@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -29,23 +31,30 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedStateDict,
     ShardedTensor,
     ShardedTensorFactory,
+    is_main_replica,
 )
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
 from megapg.checkpoint import pieces
 from megapg.checkpoint.param_groups import (
+    COMMON_STEP,
+    MASTERS,
     PART_FORM,
     OptimizerState,
     groups_of,
     inner_of,
     leaves_of,
     matched_groups,
+    members_of,
     parts_of,
     with_param_groups,
 )
 from megapg.checkpoint.planning import Item
 from megapg.checkpoint.reshard import FORM, OptimizerSharding
+from megapg.checkpoint.steps import STEP, counts_by_parameter, inners_of, set_step, step_of
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointError, UnsupportedOptionError
 from megapg.rng import replicas
@@ -68,7 +77,8 @@ def content_metadata(
         known = ", ".join(get_args(OptimizerSharding))
         raise UnsupportedOptionError(f"sharding={sharding!r}: the optimizer has {known}.")
     metadata: dict[str, str | bool] = {}
-    if any(isinstance(leaf, DistributedOptimizer) for leaf in leaves_of(optimizer)):
+    # All ranks come to the same answer, also those with nothing to train.
+    if any(isinstance(each, DistributedOptimizer) for each in members_of(optimizer)):
         metadata[FORM] = sharding
         if sharding == "fully_reshardable":
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
@@ -94,23 +104,40 @@ def prepare(optimizer: MegatronOptimizer | None) -> None:
     """Give an optimizer that has not stepped yet the state that its first step starts from.
 
     Megatron-core can't describe missing state, for saving or for loading. The zeros equal those
-    that torch's optimizer makes at its first step, so training computes the same. Megatron's own
+    that the optimizer makes at its first step, so training computes the same. Megatron's own
     way is a step with zero gradients, which decays the weights. Existing state is left alone.
     """
     for leaf in leaves_of(optimizer):
         inner = leaf.optimizer
-        if not isinstance(inner, (*_ADAM, torch.optim.SGD)):
-            if leaf.init_state_fn is not None:
-                leaf.init_state_fn(inner, leaf.config)
-            continue
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    inner.state[parameter].update(_first_state(inner, group, parameter))
+        new = False
+        for each in inners_of(leaf):
+            new |= _prepare(each)
+        if new and hasattr(inner, "sub_optimizers"):
+            inner._sync_sub_optimizers_state_to_hdo()
+        if new and leaf.init_state_fn is not None:
+            leaf.init_state_fn(inner, leaf.config)  # passes over parameters that have a state
+
+
+def _prepare(inner: Any) -> bool:
+    """Give all parameters without state their first state; return True if there are any."""
+    new = [
+        (group, parameter)
+        for group in inner.param_groups
+        for parameter in group["params"]
+        if not inner.state.get(parameter)
+    ]
+    for group, parameter in new:
+        if hasattr(inner, "initialize_state"):  # Transformer Engine's: it scales its states
+            flag = getattr(inner, "store_param_remainders", None)
+            whole = () if flag is None else (flag and parameter.dtype == torch.bfloat16,)
+            inner.initialize_state(parameter, *whole)
+        elif state := _first_state(inner, group, parameter):
+            inner.state[parameter].update(state)
+    return bool(new)
 
 
 def check(optimizer: MegatronOptimizer | None, metadata: Mapping[str, object]) -> None:
-    """Check that the optimizer's state can be saved, before any collective.
+    """Check that the optimizer's state can be saved or loaded, before any collective.
 
     Raises:
         CheckpointError: its parameters have taken different numbers of steps, or a bucket is empty.
@@ -137,8 +164,8 @@ def check(optimizer: MegatronOptimizer | None, metadata: Mapping[str, object]) -
             "optimizer_sharding='dp_reshardable' needs one. Use 'fully_reshardable', or fewer and "
             "larger buckets (bucket_size)."
         )
-    with _one_step_everywhere(leaves):
-        pass
+    for leaf in leaves:
+        step_of(leaf)
 
 
 def sharded_state(
@@ -148,7 +175,7 @@ def sharded_state(
     is_loading: bool,
     metadata: Mapping[str, object],
 ) -> OptimizerState:
-    """Call ``optimizer.sharded_state_dict(...)``, on every rank of the layout.
+    """Call ``sharded_state_dict(...)`` of each optimizer, on every rank of the layout.
 
     Return ``{}`` if there are no parameters to train. Plain values in the result (step, loss scale)
     are copies. Tensors may be the optimizer's own. So a background save has to copy them, and
@@ -163,22 +190,80 @@ def sharded_state(
     Raises:
         CheckpointError: the parameters have not all taken the same number of steps.
     """
-    leaves = leaves_of(optimizer)
-    if optimizer is None or not leaves:
-        return {}
+    leaves, members = leaves_of(optimizer), members_of(optimizer)
     prepare(optimizer)
-    # For other optimizers, is_loading=True only adds a call of init_state_fn. prepare() replaces
-    # it: with torch's optimizers it leaves the step out, and for SGD it is None.
-    is_loading = is_loading and any(isinstance(leaf, DistributedOptimizer) for leaf in leaves)
-    with _one_step_everywhere(leaves), _sparing_the_collector():
-        state: OptimizerState = optimizer.sharded_state_dict(
-            model_state, is_loading=is_loading, metadata=dict(metadata)
-        )
+    parts = []
+    with _a_step_in_each(leaves), _sparing_the_collector():
+        for number, leaf in enumerate(members):
+            if leaf not in leaves:
+                continue
+            # For other optimizers, is_loading=True only adds a call of init_state_fn. prepare()
+            # replaces it: with torch's optimizers it leaves the step out, and for SGD it is None.
+            part = leaf.sharded_state_dict(
+                model_state,
+                is_loading=is_loading and isinstance(leaf, DistributedOptimizer),
+                metadata=dict(metadata),
+            )
+            if len(members) > 1 and _is_prefixed(metadata):
+                add_prefix_for_sharding(part, f"chained_{number}.")
+            parts.append(part)
     _unshare_steps(leaves)
-    for leaf, part in zip(leaves, parts_of(state), strict=True):
-        if not isinstance(leaf, DistributedOptimizer):
-            inner_of(part)["state"].pop(_PLACEHOLDER, None)
-    return {key: _apart(value) for key, value in state.items()}
+    return _whole([_described(*each) for each in zip(leaves, parts, strict=True)])
+
+
+def _is_prefixed(metadata: Mapping[str, object]) -> bool:
+    """True if the names of a chain's tensors have the number of the optimizer in front."""
+    whole = DistributedOptimizer.checkpoint_fully_reshardable_formats
+    bound = FORM in metadata and metadata[FORM] not in whole
+    return bound or not metadata.get("chained_optim_avoid_prefix", False)
+
+
+def _described(leaf: Any, part: dict[str, Any]) -> OptimizerState:
+    """Return a state of Megatron-core's with its plain values copied and its step put right."""
+    step = step_of(leaf)
+    state: dict[Any, Any] = {key: _apart(value) for key, value in part.items()}
+    if not isinstance(leaf, DistributedOptimizer):
+        inner_of(state)["state"].pop(_PLACEHOLDER, None)
+        if MASTERS in state:  # of lists, only those with elements come back from a checkpoint
+            groups = enumerate(state[MASTERS])
+            state[MASTERS] = {number: dict(enumerate(group)) for number, group in groups if group}
+        return state
+    for group in groups_of(state):
+        group.pop(STEP, None)
+        if step is not None:
+            group[STEP] = step if counts_by_parameter(leaf.optimizer) else int(step)
+    return state
+
+
+def trained(
+    optimizer: MegatronOptimizer | None,
+    model_state: ShardedStateDict,
+    metadata: Mapping[str, object],
+) -> dict[str, int]:
+    """Return key of a weight -> its elements here that the optimizer trains, once in all replicas.
+
+    Empty if the state is not stored by weights.
+    """
+    found = defaultdict[str, int](int)
+    if metadata.get(FORM, "fully_reshardable") != "fully_reshardable":
+        return found
+    places = pieces.parameters_of(model_state)
+    for weight in {weight for leaf in leaves_of(optimizer) for weight in _weights_of(leaf)}:
+        if weight in places and is_main_replica(places[weight].replica_id):
+            for tensor in pieces.tensors_of(places[weight]):
+                found[tensor.key] += math.prod(tensor.local_shape)
+    return found
+
+
+def _weights_of(leaf: Any) -> Iterator[torch.Tensor]:
+    """Yield the model's parameters that an optimizer trains, of all ranks of data parallelism."""
+    for buffer in getattr(leaf, "buffers", ()):
+        yield from buffer.param_index_map
+    groups = getattr(leaf, "float16_groups", [])
+    for group in [*groups, *getattr(leaf, "fp32_from_fp32_groups", [])]:
+        yield from group
+    if not isinstance(leaf, MixedPrecisionOptimizer):
+        yield from leaf.get_parameters()
 
 
 def gathers(
@@ -209,12 +294,13 @@ def saved_state(
         return sharded_state(optimizer, model_state, is_loading=False, metadata=metadata), []
     parameters = pieces.parameters_of(model_state)
     prepare(optimizer)
-    if len(leaves) > 1:
-        optimizer._synchronize_steps()  # type: ignore[union-attr]  # as its sharded_state_dict does
-    with _one_step_everywhere(leaves):
+    with _a_step_in_each(leaves):
         states = [leaf.state_dict() for leaf in leaves]
     _unshare_steps(leaves)
-    parts = [_apart({**state, PART_FORM: "fully_reshardable"}) for state in states]
+    parts = [
+        _described(leaf, {**state, PART_FORM: "fully_reshardable"})
+        for leaf, state in zip(leaves, states, strict=True)
+    ]
     return _whole(parts), [item for leaf in leaves for item in pieces.pieces_of(leaf, parameters)]
 
 
@@ -241,7 +327,8 @@ def _can_be_cut(
     leaves: Sequence[Any], parameters: pieces.Parameters, metadata: Mapping[str, object]
 ) -> bool:
     return (
-        metadata.get(FORM) == "fully_reshardable"
+        bool(leaves)
+        and metadata.get(FORM) == "fully_reshardable"
         and (len(leaves) == 1 or bool(metadata.get("chained_optim_avoid_prefix")))
         and all(pieces.can_be_cut(leaf, parameters) for leaf in leaves)
     )
@@ -254,7 +341,7 @@ def _whole(parts: list[OptimizerState]) -> OptimizerState:
 
 @torch.no_grad()
 def restore(optimizer: MegatronOptimizer | None, state: OptimizerState) -> None:
-    """Call ``optimizer.load_state_dict(state)`` and correct the result.
+    """Call ``load_state_dict(state)`` of each optimizer and correct the result.
 
     ``state`` comes from :func:`~megapg.checkpoint.param_groups.fit`, with its tensors read and
     merged in.
@@ -262,50 +349,64 @@ def restore(optimizer: MegatronOptimizer | None, state: OptimizerState) -> None:
     Raises:
         CheckpointMismatchError: a parameter group of this optimizer has no counterpart.
     """
-    leaves = leaves_of(optimizer)
-    for leaf, part in zip(leaves, parts_of(state), strict=True):
+    for leaf, part in zip(leaves_of(optimizer), parts_of(state), strict=True):
+        by_parameter = [counts_by_parameter(inner) for inner in inners_of(leaf)]
         with matched_groups(leaf, groups_of(part)) as groups:
-            _load(leaf, with_param_groups(part, groups))
-    _unshare_steps(leaves)
+            step = max((float(group[STEP]) for group in groups if STEP in group), default=None)
+            _load(leaf, with_param_groups(part, groups), step)
+        set_step(leaf, step, by_parameter)
+
+
+@torch.no_grad()
+def reload_weights(optimizer: MegatronOptimizer | None) -> None:
+    """Take over new weights of the model, as ``reload_model_params()`` of each optimizer does."""
+    for leaf in leaves_of(optimizer):
+        leaf.reload_model_params()
+        inner = leaf.optimizer
+        for group in inner.param_groups if hasattr(inner, "set_scaled_state") else ():
+            for parameter in group["params"]:  # Megatron-core leaves these to the first step
+                if "master_param" in inner.state.get(parameter, ()):
+                    pieces.put_master(inner, parameter, parameter.detach().float())
 
 
 # -- repairs ---------------------------------------------------------------------------------------
-
-_ADAM = (torch.optim.Adam, torch.optim.AdamW)
-"""Torch's own, with a step per parameter. A fused Adam has one step in the parameter group."""
 
 
 def _first_state(
     inner: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Return the state that torch's optimizer gives a parameter just before its first step."""
+    """Return the state that the optimizer gives a parameter just before its first step.
+
+    Empty if it is not known. Before the first step, there is only the class to ask.
+    """
     zeros = torch.zeros_like(parameter, requires_grad=False)
-    if isinstance(inner, torch.optim.SGD):
+    if "momentum" in group and "dampening" in group:
         return {"momentum_buffer": zeros} if group["momentum"] else {}
+    if not isinstance(inner, _ADAM):
+        return {}
     device = parameter.device if group.get("capturable") or group.get("fused") else "cpu"
     step = torch.zeros((), dtype=torch.float32, device=device)
-    return {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+    state = {"step": step, "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+    return {**state, "max_exp_avg_sq": zeros.clone()} if group["amsgrad"] else state
+
+
+_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 @contextlib.contextmanager
-def _one_step_everywhere(leaves: Sequence[Any]) -> Iterator[None]:
-    """Let Megatron-core find exactly one step in each optimizer, as it requires.
+def _a_step_in_each(leaves: Sequence[Any]) -> Iterator[None]:
+    """Let Megatron-core find a step in each of torch's Adams, as it requires.
 
     A rank may hold no piece of any parameter of an optimizer: its stage has no experts, or there
     are fewer elements than ranks. Then the state is a single step inside the block.
+
+    Raises:
+        CheckpointError: the parameters have not all taken the same number of steps.
     """
-    steps = [_steps(leaf) for leaf in leaves]
-    for found in steps:
-        if len(found) > 1:
-            raise CheckpointError(
-                f"the parameters of one optimizer have taken different numbers of steps, "
-                f"{sorted(found)}, and Megatron-core's checkpoints have one for all of them."
-            )
-    step = torch.tensor(max((step for found in steps for step in found), default=0.0))
-    inner: list[Any] = [leaf.optimizer for leaf in leaves]
-    empty: list[Any] = [each.state for each in inner if isinstance(each, _ADAM) and not each.state]
-    for state in empty:
-        state[_PLACEHOLDER] = {"step": step}
+    for leaf in leaves:
+        step_of(leaf)
+        if isinstance(leaf.optimizer, _ADAM) and not leaf.optimizer.state:
+            leaf.optimizer.state[_PLACEHOLDER] = {STEP: torch.tensor(0.0)}  # type: ignore[index]
     try:
         yield
     finally:
@@ -314,12 +415,6 @@ def _one_step_everywhere(leaves: Sequence[Any]) -> Iterator[None]:
 
 
 _PLACEHOLDER = "no parameter"
-
-
-def _steps(leaf: Any) -> set[float]:
-    if not isinstance(leaf.optimizer, _ADAM):
-        return set()
-    return {float(state["step"]) for state in leaf.optimizer.state.values()}
 
 
 @contextlib.contextmanager
@@ -353,15 +448,25 @@ def _unshare_steps(leaves: Sequence[Any]) -> None:
                 seen.add(id(step))
 
 
-def _load(leaf: Any, part: dict[str, Any]) -> None:
-    if not isinstance(leaf.optimizer, _ADAM):
-        leaf.load_state_dict(part)
-    elif isinstance(leaf, DistributedOptimizer):
+def _load(leaf: Any, part: dict[str, Any], step: float | None) -> None:
+    by_parameter = counts_by_parameter(leaf.optimizer)
+    if isinstance(leaf, DistributedOptimizer):
+        for group in groups_of(part):
+            group.pop(STEP, None)
+            if by_parameter or step is not None or isinstance(leaf.optimizer, _ADAM):
+                group[STEP] = step or 0.0
         _load_distributed(leaf, part)
-    else:
-        state = inner_of(part).setdefault("state", {})
-        state.setdefault("common_step", torch.tensor(0.0))  # a step of zero is not saved
-        leaf.load_state_dict(part)
+        return
+    state = inner_of(part).setdefault("state", {})
+    if by_parameter:
+        state[COMMON_STEP] = torch.tensor(step or 0.0)  # a step of zero is not saved
+    if hasattr(leaf, "fp32_from_float16_groups"):
+        read: dict[int, dict[int, torch.Tensor]] = part.pop(MASTERS, {})
+        part[MASTERS] = [
+            [read[number][place] for place in range(len(group))]
+            for number, group in enumerate(leaf.fp32_from_float16_groups)
+        ]
+    leaf.load_state_dict(part)
 
 
 def _load_distributed(leaf: Any, part: dict[str, Any]) -> None:
@@ -372,25 +477,30 @@ def _load_distributed(leaf: Any, part: dict[str, Any]) -> None:
         "dp_reshardable": leaf.load_parameter_state_from_dp_reshardable,
     }[part[PART_FORM]]
     leaf.load_state_dict({key: v for key, v in part.items() if not key.startswith("param_state")})
-    states = list(leaf.optimizer.state.values())
-    steps = [state.pop("step") for state in states]
+    counting = [state for state in leaf.optimizer.state.values() if STEP in state]
+    steps = [state.pop(STEP) for state in counting]
     try:
         if held is None:
             load(part["param_state"])
         else:
             held.put(leaf)
+        if hasattr(leaf.optimizer, "sub_optimizers"):
+            for state in leaf.optimizer.state.values():
+                state.pop("padding", None)  # Megatron-core's mark, which it puts there
+            leaf.optimizer._sync_hdo_state_to_sub_optimizers()
     finally:
-        for state, step in zip(states, steps, strict=True):
-            state["step"] = step
+        for state, step in zip(counting, steps, strict=True):
+            state[STEP] = step
 
 
 def _apart(value: Any) -> Any:
     """Return the state with plain values copied, and its sharded tensors detached from autograd.
 
-    Padding between parameters is zeroed in place.
+    Padding between parameters is zeroed in place. Classes, which the optimizer that offloads to the
+    CPU has among the settings of a group, are left out: a load keeps those of the live group.
     """
     if isinstance(value, dict):
-        apart = {key: _apart(inner) for key, inner in value.items()}
+        apart = {key: _apart(each) for key, each in value.items() if not isinstance(each, type)}
         if isinstance(padding := value.get("padding"), LocalNonpersistentObject) and padding.obj:
             # Padding between the parameters of a bucket is saved too, and is uninitialised memory.
             for piece in apart.values():

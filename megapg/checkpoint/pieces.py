@@ -30,8 +30,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megapg.checkpoint.planning import Item, State, shard
-
-_NO_TENSOR = "step"  # stored once, with the parameter groups
+from megapg.checkpoint.steps import STEP
 
 Parameters: TypeAlias = Mapping[torch.Tensor, ShardedTensor | ShardedTensorFactory]
 
@@ -177,8 +176,14 @@ class Held:
         """Give the optimizer those tensors that are not its own."""
         for parameter, tensors in self.tensors.items():
             live = leaf._get_main_param_and_optimizer_states(parameter)
-            if any(live[name].data_ptr() != tensor.data_ptr() for name, tensor in tensors.items()):
-                leaf._set_main_param_and_optimizer_states(parameter, dict(tensors))
+            if all(live[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items()):
+                continue
+            new = dict(tensors)
+            if live["param"].dtype == torch.int16:
+                part = _part_of(leaf, parameter)
+                put_master(leaf.optimizer, part, new["param"])
+                new["param"] = leaf.optimizer.state[part]["master_param"]
+            leaf._set_main_param_and_optimizer_states(parameter, new)
 
 
 def _written(leaf: Any, parameters: Parameters) -> Iterator[tuple[torch.Tensor, int, int]]:
@@ -203,7 +208,39 @@ def _ranges(leaf: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
 def _states(leaf: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return this rank's part of a parameter and of its state, in 32 bits as on disk."""
     states = leaf._get_main_param_and_optimizer_states(parameter)
-    return {name: state.detach().float() for name, state in states.items() if name != _NO_TENSOR}
+    if states["param"].dtype == torch.int16:
+        high = _part_of(leaf, parameter).detach().view(torch.int16).int()
+        low = states["param"].int()
+        bits = (high - (low < 0).int() << 16) | (low & 0xFFFF)
+        states["param"] = bits.view(torch.float32)
+    return {name: state.detach().float() for name, state in states.items() if name != STEP}
+
+
+def _part_of(leaf: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a parameter, as the optimizer inside has it."""
+    group, place = leaf.model_param_group_index_map[parameter]
+    part: torch.Tensor = leaf.optimizer.param_groups[group]["params"][place]
+    return part
+
+
+def put_master(inner: Any, parameter: torch.Tensor, weights: torch.Tensor) -> None:
+    """Give Transformer Engine's optimizer the master weights (float32) of a parameter.
+
+    With ``store_param_remainders``, it holds the lower 16 bits of a bfloat16 parameter's. The
+    parameter has the upper ones, rounded up if the lower ones are a negative number.
+    """
+    if inner.state[parameter]["master_param"].dtype != torch.int16:
+        inner.set_scaled_state(parameter, "master_param", weights)
+        return
+    low, high = weights.contiguous().view(torch.int16).view(*weights.shape, 2).unbind(-1)
+    inner.set_scaled_state(parameter, "master_param", low.contiguous())
+    rounded = (high.int() + (low < 0).int()).to(torch.int16)
+    parameter.detach().copy_(rounded.view(torch.bfloat16))
+
+
+def tensors_of(place: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    """Return the tensors that a parameter becomes on disk."""
+    return [place] if isinstance(place, ShardedTensor) else [*nested_values({"": place.build()})]
 
 
 def _tensors(place: ShardedTensor | ShardedTensorFactory) -> list[tuple[ShardedTensor, int]] | None:

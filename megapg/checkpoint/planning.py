@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core.dist_checkpointing import dict_utils, mapping, state_dict_uti
 from megatron.core.dist_checkpointing import utils as core_utils
 from megatron.core.dist_checkpointing.strategies import fully_parallel
 from megatron.core.dist_checkpointing.strategies import torch as core
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -33,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megapg.checkpoint.entries import Entry, check_ends, entries_of
+from megapg.checkpoint.entries import Entry, check_ends, count_of, entries_of, flaw, weight_of
 from megapg.collection import ProcessGroup
 from megapg.errors import CheckpointMismatchError, CheckpointSaveError
 from megapg.torch_private import StorageInfo
@@ -95,28 +97,33 @@ def merge_plans(
     plans: Mapping[int, list[WriteItem]],
     places: Mapping[int, list[StorageInfo]],
     name: str,
-    expected: Set[str],
+    *,
+    weights: Set[str] = frozenset(),
+    trained: Mapping[str, int] = MappingProxyType({}),
 ) -> Metadata:
     """Return the metadata of the checkpoint ``name`` from the items of each rank and their places.
 
+    Args:
+        plans: rank -> its entries.
+        places: rank -> the places of these entries.
+        weights: keys that some rank must have written.
+        trained: key of a weight -> the number of its elements that are trained. The optimizer's
+            state has that many, and those of a whole tensor if the key is absent.
+
     Raises:
-        CheckpointSaveError: shards overlap or are missing, or no rank wrote one of ``expected``.
+        CheckpointSaveError: shards overlap or are missing, so a load would fail.
     """
-    found = {item.index.fqn for items in plans.values() for item in items}
-    unwritten = [f"{key} is written by no rank" for key in sorted(expected - found)]
-    problems = [*_overlaps(plans), *_missing_objects(plans), *unwritten]
+    problems = [*_overlaps(plans), *_missing_objects(plans)]
     if not problems:
-        planner = core.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        try:
-            _, metadata = planner.create_global_plan(
-                [SavePlan(items=plans[rank]) for rank in sorted(plans)]
-            )
-        except (ValueError, AssertionError) as error:  # torch has logged the tensor's name
-            problems.append(f"{error}; see the log for the tensors")
+        _, metadata = create_default_global_save_plan(
+            [SavePlan(items=plans[rank]) for rank in sorted(plans)]
+        )
+        problems = [*_flaws(metadata, weights, trained)]
     if problems:
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointSaveError(
-            f"the shards of the ranks make no whole: {'; '.join(problems[:8])}. The model was "
-            "built from other groups than those passed here, or two layers share a name."
+            f"the shards of the ranks make no whole: {'; '.join(problems[:8])}{more}. The model "
+            "was built from other groups than those passed here, or two layers share a name."
         )
     metadata.storage_data = {
         item.index: place
@@ -124,8 +131,23 @@ def merge_plans(
         for item, place in zip(items, places[rank], strict=True)
     }
     metadata.storage_meta = StorageMeta(checkpoint_id=name)
-    whole: Metadata = metadata
-    return whole
+    return metadata
+
+
+def _flaws(metadata: Metadata, weights: Set[str], trained: Mapping[str, int]) -> Iterator[str]:
+    """Yield what a load would miss, or find twice."""
+    with_state: set[str] = set()
+    for key, tensor in metadata.state_dict_metadata.items():
+        if not isinstance(tensor, TensorStorageMetadata):
+            continue
+        weight = weight_of(key)
+        with_state.add(weight)
+        if problem := flaw(tensor, trained.get(weight) if weight else None):
+            yield f"the shards of {key} {problem}"
+    for key in sorted(weights - metadata.state_dict_metadata.keys()):
+        yield f"{key} is written by no rank"
+    for key in sorted(trained.keys() - with_state) if with_state - {""} else ():
+        yield f"the optimizer's state of {key} is written by no rank"
 
 
 def _overlaps(plans: Mapping[int, list[WriteItem]]) -> Iterator[str]:
@@ -162,6 +184,7 @@ class Loading:
         contents: the checkpoint.
         strict: refuse a checkpoint that lacks a key. If False, that part of the state stays as it
             is.
+        vocabularies: the sizes of the model's vocabularies; empty if they are not known.
 
     Attributes:
         keys: those that this rank reads.
@@ -174,12 +197,21 @@ class Loading:
         BrokenCheckpointError: a file is missing or too short.
     """
 
-    def __init__(self, state: State, contents: Contents, *, strict: bool) -> None:
+    def __init__(
+        self,
+        state: State,
+        contents: Contents,
+        *,
+        strict: bool,
+        vocabularies: Set[int] = frozenset(),
+    ) -> None:
         core_utils.force_all_tensors_to_non_fp8(state)
         sharded, self._local, self._factories = state_dict_utils.load_preprocess(state)
         sharded, _ = core_utils.extract_sharded_base(sharded)
         self._contents = contents
-        self.missing, self.resized = _check(sharded, contents.metadata, strict)
+        self.missing, self.resized = _check(
+            sharded, contents.metadata, strict=strict, vocabularies=vocabularies
+        )
         if self.missing:
             sharded, _ = dict_utils.extract_matching_values(
                 sharded, lambda leaf: _key(leaf) not in self.missing
@@ -293,30 +325,45 @@ def _key(leaf: object) -> str:
 
 
 def _check(
-    sharded: State, metadata: Metadata, strict: bool
+    sharded: State, metadata: Metadata, *, strict: bool, vocabularies: Set[int]
 ) -> tuple[set[str], dict[str, tuple[int, ...]]]:
-    """Return the keys that the checkpoint lacks, and key -> saved shape of those that may differ.
+    """Return the keys that the checkpoint lacks, and key -> saved shape of padded vocabularies.
 
     Raises:
         CheckpointMismatchError: another key does not fit, or with ``strict`` one is missing.
     """
-    missing, resized, wrong = set(), dict[str, tuple[int, ...]](), list[str]()
+    missing, resized = dict[str, str](), dict[str, tuple[int, ...]]()
+    wrong = list[str]()
     for leaf in dict_utils.nested_values(sharded):
         key = _key(leaf)
         saved = metadata.state_dict_metadata.get(key)
         if saved is None:
-            missing.add(key)
+            missing[key] = f"{key} is missing"
         elif isinstance(saved, BytesStorageMetadata) != isinstance(leaf, mapping.ShardedObject):
             wrong.append(f"{key} is no {'tensor' if hasattr(leaf, 'dtype') else 'object'} there")
         elif isinstance(saved, TensorStorageMetadata):
             there, here = tuple(saved.size), tuple(leaf.global_shape)
-            if there != here and leaf.allow_shape_mismatch:
+            text = f"{key} has shape {there}, here {here}"
+            if there == here:
+                if weight_of(key) and not _covers(saved, leaf):
+                    missing[key] = f"{key} lacks layers"
+            elif not leaf.allow_shape_mismatch:
+                wrong.append(text)
+            elif _is_padding(there, here, vocabularies):
                 resized[key] = there
-            elif there != here:
-                wrong.append(f"{key} has shape {there}, here {here}")
+            else:
+                missing[key] = f"{text}: more than the padding of a vocabulary"
+    of_optimizer = sorted(key for key in missing if weight_of(key))
     lenient = bool(missing) and not wrong
+    if of_optimizer and not wrong and (not strict or len(of_optimizer) == len(missing)):
+        more = f" and {len(of_optimizer) - 3} more" if len(of_optimizer) > 3 else ""
+        raise CheckpointMismatchError(
+            "the checkpoint lacks part of the optimizer's state, as the model has or trains more "
+            f"than was saved: {', '.join(of_optimizer[:3])}{more}. Load it with weights_only=True. "
+            "Nothing was changed."
+        )
     if missing and strict:
-        wrong += [f"{key} is missing" for key in sorted(missing)]
+        wrong += [text for _, text in sorted(missing.items())]
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise CheckpointMismatchError(
@@ -324,4 +371,25 @@ def _check(
             "loaded. Build the model with the sizes that were saved (`megapg checkpoint inspect`)"
             + (", or pass strict=False to leave what is missing as it is." if lenient else ".")
         )
-    return missing, resized
+    return set(missing), resized
+
+
+def _covers(saved: TensorStorageMetadata, leaf: mapping.ShardedTensor) -> bool:
+    """True if a saved tensor has all elements of a part. Frozen layers have no optimizer state."""
+    if count_of(saved) == math.prod(saved.size):
+        return True
+    shape = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
+    wanted = [ChunkStorageMetadata(torch.Size(leaf.global_offset), torch.Size(shape))]
+    found = create_read_items_for_chunk_list(leaf.key, saved, wanted)
+    return sum(math.prod(item.lengths) for item in found) == int(math.prod(shape))
+
+
+def _is_padding(there: Sequence[int], here: Sequence[int], vocabularies: Set[int]) -> bool:
+    """True if two shapes differ by the padding of a vocabulary, which depends on tp.
+
+    Padding at most doubles a vocabulary. A value head in the place of the output layer has other
+    rows than the model's vocabulary.
+    """
+    (saved, *rest), (live, *others) = there, here
+    known = not vocabularies or live in vocabularies
+    return rest == others and known and max(saved, live) < 2 * min(saved, live)

@@ -17,6 +17,7 @@ import pickle
 import socket
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ from megapg.checkpoint.directory import (
     iteration_name,
 )
 from megapg.checkpoint.manifest import FileSum, write_file, write_manifest
-from megapg.checkpoint.param_groups import leaves_of
+from megapg.checkpoint.param_groups import leaves_of, merged
 from megapg.checkpoint.pieces import Weights, weights_of
 from megapg.checkpoint.planning import Item, State, merge_plans, plan_save
 from megapg.checkpoint.reshard import OptimizerSharding
@@ -58,6 +59,7 @@ from megapg.checkpoint.state import (
     model_state,
     not_gathered,
     prepare_parameters,
+    showing,
 )
 from megapg.checkpoint.team import exchanging, joint_work, layout_of, sizes_of
 from megapg.checkpoint.writer import Memory, write_items
@@ -196,8 +198,9 @@ def save_checkpoint(
             raise CheckpointError(f"rng_layout={rng_layout!r}: give one of {', '.join(_LAYOUTS)}.")
         metadata = optimizers.content_metadata(optimizer, sharding=optimizer_sharding)
         live = optimizers.with_groups(metadata, pg)
+        shown = None if pg_collection is None else pg
         prepare_parameters(optimizer)
-        model_now = model_state(chunks, live)
+        model_now = model_state(chunks, live, shown)
         late = not_gathered(chunks)
         weights = weights_of(leaves_of(optimizer), late, model_now) if late else None
         must_gather = bool(late) and weights is None
@@ -206,7 +209,7 @@ def save_checkpoint(
         if must_gather:
             with exchanging("parameters", team):
                 gather_parameters(late)
-            model_now = model_state(chunks, live)
+            model_now = model_state(chunks, live, shown)
         if weights is None:
             weights = Weights([], frozenset(), model_now)
         state: State = {
@@ -222,11 +225,12 @@ def save_checkpoint(
         if scheduler is not None:
             state["opt_param_scheduler"] = scheduler.state_dict()
         optimizers.check(optimizer, metadata)
+        trained = optimizers.trained(optimizer, model_now, metadata)
         gathers = optimizers.gathers(optimizer, model_now, live)
         team.agree("model", wait=gathers or data_parallel_random_init)
         pieces: list[Item] = []
         if optimizer is not None:
-            with exchanging("the optimizer's state", team):
+            with exchanging("the optimizer's state", team), showing(shown):
                 state["optimizer"], pieces = optimizers.saved_state(
                     optimizer, model_now, live, gather=gathers
                 )
@@ -246,6 +250,7 @@ def save_checkpoint(
         if asynchronous:
             memory = saves.memory.pop() if saves.memory else Memory()
             items = memory.copies(items)
+        known = _serialised(common.get("optimizer", {}), "the optimizer's state", COMMON_FILE)
         work = _Work(
             what=what,
             team=team,
@@ -256,6 +261,8 @@ def save_checkpoint(
             retain_every=retain_every,
             items=items,
             expected=weights.keys,
+            trained=trained,
+            optimizer=known,
             common=_serialised(common, "args, extra or the scheduler's state", COMMON_FILE)
             if team.leading
             else b"",
@@ -288,6 +295,8 @@ class _Work:
     retain_every: int | None
     items: list[Item]
     expected: Set[str]
+    trained: Mapping[str, int]
+    optimizer: bytes  # what this rank knows of the optimizer's common state
     common: bytes
     layout: ParallelLayout | None
     streams: rng_records.Drawn
@@ -322,7 +331,7 @@ class _Work:
                 team.heed()
                 raise
             plan = [item for item, _ in self.items]
-            report = plan, places, sums, self.streams, self.expected
+            report = plan, places, sums, self.streams, self.expected, self.trained, self.optimizer
             self.items = []
             if self.memory is not None:
                 self.unused.append(self.memory)
@@ -350,17 +359,23 @@ class _Work:
         sums: dict[str, FileSum] = {}
         streams: list[rng_records.Drawn] = []
         expected: set[str] = set()
+        trained: Counter[str] = Counter()
+        optimizers: dict[bytes, int] = {}  # the same on most ranks
         for rank, report in reports.items():
-            plans[rank], places[rank], files, drawn, keys = pickle.loads(report)
+            plans[rank], places[rank], files, drawn, keys, weights, known = pickle.loads(report)
             expected |= keys
+            trained.update(weights)
+            optimizers.setdefault(known, rank)
             streams.append(drawn)
             sums |= files
             for name, known in files.items():
                 _check_arrived(here / name, known.size, rank)
-        metadata = merge_plans(plans, places, iteration_name(self.iteration), expected)
+        metadata = merge_plans(
+            plans, places, iteration_name(self.iteration), weights=expected, trained=trained
+        )
         for name, data in (
             (INDEX_FILE, pickle.dumps(metadata)),
-            (COMMON_FILE, self.common),
+            (COMMON_FILE, self._common(optimizers)),
             (FORMAT_FILE, json.dumps(_FORMAT).encode()),
         ):
             sums[name] = write_file(here / name, data)
@@ -372,6 +387,15 @@ class _Work:
         }
         write_manifest(here, sums, about)
         return sums
+
+    def _common(self, optimizers: Mapping[bytes, int]) -> bytes:
+        """Return the common state, with what all ranks know of the optimizer's."""
+        if len(optimizers) < 2:
+            return self.common
+        common = load_safely(self.common, COMMON_FILE)
+        states = {rank: load_safely(known, COMMON_FILE) for known, rank in optimizers.items()}
+        common["optimizer"] = merged(states)  # type: ignore[index, arg-type]
+        return _serialised(common, "the optimizer's state", COMMON_FILE)
 
 
 # Contents of metadata.json. Megatron-core 0.19 reads the first two, earlier versions all.

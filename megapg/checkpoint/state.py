@@ -5,7 +5,8 @@ Names and nesting are those of ``generate_state_dict`` in ``megatron/training/ch
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,7 +15,13 @@ from megatron.core import utils
 
 from megapg.checkpoint.planning import State
 from megapg.collection import ProcessGroupCollection
-from megapg.errors import CheckpointError, CheckpointMismatchError
+from megapg.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    PublishedError,
+    UnsupportedOptionError,
+)
+from megapg.megatron.publish import published
 
 CHECKPOINT_VERSION = 3.0
 
@@ -46,13 +53,37 @@ class MegatronOptimizer(Protocol):
     def load_state_dict(self, state_dict: dict[str, object], /) -> object: ...
 
 
-def model_state(chunks: Sequence[torch.nn.Module], metadata: Mapping[str, object]) -> State:
-    """Return the sharded state of the model's chunks: ``model``, or ``model0``, ``model1``, ..."""
+def model_state(
+    chunks: Sequence[torch.nn.Module],
+    metadata: Mapping[str, object],
+    pg: ProcessGroupCollection | None = None,
+) -> State:
+    """Return the sharded state of the model's chunks: ``model``, or ``model0``, ``model1``, ...
+
+    Megatron-core asks the globals about tied embeddings. They show ``pg`` meanwhile.
+    """
     plain = utils.unwrap_model(list(chunks))
-    return {
-        name: chunk.sharded_state_dict(metadata=dict(metadata))
-        for name, chunk in zip(model_names(len(plain)), plain, strict=True)
-    }
+    with showing(pg):
+        return {
+            name: chunk.sharded_state_dict(metadata=dict(metadata))
+            for name, chunk in zip(model_names(len(plain)), plain, strict=True)
+        }
+
+
+@contextlib.contextmanager
+def showing(pg: ProcessGroupCollection | None) -> Iterator[None]:
+    """Publish the groups inside the block; not if there are none, or another thread publishes."""
+    with contextlib.ExitStack() as stack:
+        if pg is not None:
+            with contextlib.suppress(PublishedError, UnsupportedOptionError):
+                stack.enter_context(published(pg))
+        yield
+
+
+def vocabularies_of(chunks: Sequence[torch.nn.Module]) -> set[int]:
+    """Return the padded sizes of the vocabularies that the model names."""
+    sizes = (getattr(part, "vocab_size", None) for chunk in chunks for part in chunk.modules())
+    return {size for size in sizes if isinstance(size, int)}
 
 
 def load_model(chunks: Sequence[torch.nn.Module], state: State, *, strict: bool) -> None:

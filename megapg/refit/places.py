@@ -58,7 +58,7 @@ class Places:
 def places_of(chunks: Sequence[torch.nn.Module], pg: ProcessGroupCollection) -> Places:
     """Return the places of all tensors of the model's chunks."""
     metadata = optimizers.with_groups(optimizers.content_metadata(None), pg)
-    state = states.model_state(chunks, metadata)
+    state = states.model_state(chunks, metadata, pg)
     plain = unwrap_model(list(chunks))
     prefixes = [f"chunk {number}: " if len(plain) > 1 else "" for number in range(len(plain))]
     names = {

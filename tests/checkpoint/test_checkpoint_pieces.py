@@ -235,4 +235,4 @@ def test_a_weight_that_nobody_wrote_is_named():
     item, _ = shard("a", (2,), (0,), torch.ones(2))
     place = _StorageInfo("__0_0.distcp", 0, 8)
     with pytest.raises(CheckpointSaveError, match="b is written by no rank"):
-        merge_plans({0: [item]}, {0: [place]}, "iter_0000001", {"a", "b"})
+        merge_plans({0: [item]}, {0: [place]}, "iter_0000001", weights={"a", "b"})
