@@ -30,7 +30,7 @@ from megapg.errors import RankFailedError
 
 app = typer.Typer(add_completion=False)
 
-KINDS = ("exact", "refused", "not built", "wrong")
+KINDS = ("exact", "rounded", "refused", "not built", "wrong")
 GROUPINGS = {
     "model": "model",
     "trains": "parameters that train",
@@ -41,7 +41,7 @@ GROUPINGS = {
 STAND_INS = ("te", "apex", "aware", "offload")
 """Optimizers of these names are stand-ins of the real classes, which need a GPU."""
 
-_BATCH = 8
+_BATCH = 25
 
 
 @app.command()
@@ -126,7 +126,9 @@ def table_of(found: Mapping[Any, Mapping[str, Any]]) -> Table:
 def reasons_of(found: Mapping[Any, Mapping[str, Any]]) -> Table:
     """Return the reasons of all chains that are not exact, without numbers, most common first."""
     reasons = Counter(
-        (each["kind"], _short(each)) for each in found.values() if each["kind"] != "exact"
+        (each["kind"], _short(each))
+        for each in found.values()
+        if each["kind"] not in ("exact", "rounded")
     )
     rows = tuple(
         (f"{kind}: {reason}", str(count)) for (kind, reason), count in reasons.most_common()

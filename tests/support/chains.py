@@ -1,9 +1,10 @@
 """Chains of checkpoints: train on A, save, load on B, save, load on C, save, load on A, train on.
 
-Each outcome is "exact", "refused", "not built" or "wrong":
+The kinds of outcomes:
 
 * exact: every tensor of the three checkpoints is the same bit for bit, and so is the state on A,
   with its next three losses and norms. Every trait of the live parameter groups stays.
+* rounded: the same, but for states whose type has to be rounded anew at each load.
 * refused: megapg refused a save or a load by an error of its own, before anything was changed, and
   the last checkpoint before that loads on A.
 * not built: Megatron-core can't build, describe or train such a job.
@@ -16,6 +17,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import time
 import warnings
@@ -37,6 +39,13 @@ from megapg.testing import run_distributed
 
 RANKS = 4
 TRAINED, MORE = 2, 3
+ROUNDED = {"aware fp16": 2.0**-9, "aware fp8": 2.0**-2}
+"""Optimizers whose states have a scale for each piece on a rank, and the error of one rounding.
+
+Transformer Engine finds the scale anew whenever a state is set. Other pieces have other scales.
+"""
+
+_SCALED = re.compile(r"optimizer\d+\.group\d+\.\d+\.(exp_avg|exp_avg_sq|master_param):")
 _BUGS = (AssertionError, KeyError, AttributeError, IndexError, TypeError, NotImplementedError)
 
 
@@ -45,7 +54,7 @@ class Outcome:
     """The outcome of a chain.
 
     Attributes:
-        kind: "exact", "refused", "not built" or "wrong".
+        kind: "exact", "rounded", "refused", "not built" or "wrong".
         where: the leg and what it did: "B load".
         reason: the error's text, or the first differences.
         seconds: wall time.
@@ -130,7 +139,8 @@ class _Run:
             # A committed checkpoint must load on the layout that wrote it.
             after = f" after {refusal.where}" if refusal else ""
             return replace(found, kind="wrong", where=f"{found.where}{after}")
-        return self._compared(begun, ended) or refusal or Outcome("exact")
+        fine = "rounded" if self.chain.optimizer in ROUNDED else "exact"
+        return self._compared(begun, ended) or refusal or Outcome(fine)
 
     def _leg(self, name, layout, seed, work):
         """Run a part of the chain on the first ranks; return what every rank tells."""
@@ -233,7 +243,7 @@ class _Run:
         told.at = "read"
         if self.team.rank == 0:
             path = self.directory / f"iter_{iteration:07d}"
-            self.files[iteration] = _bits(path)
+            self.files[iteration] = _whole_tensors(path)
             self.common[iteration] = _groups_in(path)
 
     # the judgement, on every rank
@@ -266,7 +276,7 @@ class _Run:
                 found = (f"traits of groups: {_pairs(*each.traits)}",)
         found = found or _holes(told)
         if self.team.rank == 0 and not found:
-            found = _compare(self.files[TRAINED], self.files[iteration], self.chain.form)
+            found = _compare(self.files[TRAINED], self.files[iteration], self.chain)
             if self.common[TRAINED] != self.common[iteration]:
                 found += (f"groups {self.common[TRAINED]} -> {self.common[iteration]}",)
         found = next(filter(None, self.team.gather(found)), ())
@@ -274,13 +284,16 @@ class _Run:
 
     def _compared(self, begun, ended):
         """Compare the last leg with the first, which is on the same layout."""
-        steps = self._steps()
+        steps, rounded = self._steps(), self.chain.optimizer in ROUNDED
         for rank, (one, other) in enumerate(zip(begun, ended, strict=True)):
             if one.state is None:
                 continue
-            if found := _differences(one.state, other.state):
+            found = _differences(one.state, other.state)
+            if rounded:  # the next steps differ as well
+                found = tuple(each for each in found if not _SCALED.match(each))
+            if found:
                 return Outcome("wrong", "A again load", f"rank {rank}: {'; '.join(found[:4])}")
-            if one.losses != other.losses:
+            if one.losses != other.losses and not (rounded and _close(one.losses, other.losses)):
                 return Outcome("wrong", "A again train", f"{one.losses} -> {other.losses}")
         if found := _holes(begun) or steps:
             return Outcome("wrong", "A save", "; ".join(found[:4]))
@@ -290,12 +303,21 @@ class _Run:
         """Return what is wrong with the first checkpoint by itself: holes, and other steps."""
         found = ()
         if self.team.rank == 0:
-            found = tuple(name for name, bits in self.files[TRAINED].items() if bits is None)
-            found = tuple(f"{name} has holes" for name in found)
+            least = 1 if self.chain.trains == "all" else 0  # layers that are frozen are absent
+            found = tuple(
+                f"{name} is covered {sorted(set(each.covered.flatten().tolist()))} times"
+                for name, each in self.files[TRAINED].items()
+                if not ((each.covered >= least) & (each.covered <= 1)).all()
+            )
             steps = {step for step, _ in self.common[TRAINED]} - {None}
             if steps - {TRAINED}:
                 found += (f"saved steps are {steps}",)
         return next(filter(None, self.team.gather(found)), ())
+
+
+def _close(one, other):
+    pairs = zip(torch.tensor(one).flatten(), torch.tensor(other).flatten(), strict=True)
+    return all(abs(a - b) <= 0.05 * abs(a) for a, b in pairs)
 
 
 def _said(error):
@@ -366,42 +388,60 @@ def _holes(told):
     )
 
 
-def _bits(path):
-    """Return name -> type, shape and content of each tensor; None if it is not covered once."""
+@dataclass(frozen=True)
+class Whole:
+    """A tensor of a checkpoint; ``covered`` counts the parts at each element."""
+
+    tensor: torch.Tensor
+    covered: torch.Tensor
+
+    def differs(self, other, tolerance):
+        """True if another tensor has other parts, another type or other values."""
+        one, two = self.tensor, other.tensor
+        if (one.dtype, one.shape) != (two.dtype, two.shape):
+            return True
+        if not torch.equal(self.covered, other.covered):
+            return True
+        if tolerance:
+            allowed = tolerance * max(1e-30, float(one.abs().max()))
+            return bool(((one - two).abs() > tolerance * one.abs() + tolerance * allowed).any())
+        bits = (each.reshape(-1).view(torch.uint8) for each in (one, two))
+        return not torch.equal(*bits)
+
+
+def _whole_tensors(path):
+    """Return each tensor of a checkpoint by its key, zero where no part covers it."""
     metadata = FileSystemReader(path).read_metadata()
     entries = {k: v for k, v in metadata.state_dict_metadata.items() if hasattr(v, "size")}
-    whole = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in entries.items()}
-    counts = {k: torch.zeros(v.size, dtype=torch.int32) for k, v in entries.items()}
+    found = {
+        k: Whole(
+            torch.zeros(v.size, dtype=v.properties.dtype), torch.zeros(v.size, dtype=torch.int8)
+        )
+        for k, v in entries.items()
+    }
     files = {each.name: each.read_bytes() for each in path.glob("*.distcp")}
     for index, place in metadata.storage_data.items():
         if index.fqn in entries:
             content = files[place.relative_path][place.offset : place.offset + place.length]
             part = torch.load(io.BytesIO(content), weights_only=False)
             box = tuple(slice(o, o + n) for o, n in zip(index.offset, part.shape, strict=True))
-            whole[index.fqn][box] = part
-            counts[index.fqn][box] += 1
-    return {
-        name: (str(tensor.dtype), tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8))
-        if (counts[name] == 1).all()
-        else None
-        for name, tensor in whole.items()
-    }
+            found[index.fqn].tensor[box] = part
+            found[index.fqn].covered[box] += 1
+    return found
 
 
-def _compare(one, other, form):
+def _compare(one, other, chain):
     """Return the tensors of two checkpoints that differ; buckets depend on the layout."""
     found = []
     for name in dict.fromkeys((*one, *other)):
-        if form == "dp_reshardable" and name.startswith(("optimizer.", "chained_")):
+        of_optimizer = name.startswith(("optimizer.", "chained_"))
+        if chain.form == "dp_reshardable" and of_optimizer:
             continue
+        tolerance = ROUNDED.get(chain.optimizer, 0.0) if of_optimizer else 0.0
         if name not in one or name not in other:
             found.append(f"{name} is only in the {'first' if name in one else 'later'} checkpoint")
-        elif (one[name] is None) != (other[name] is None):
-            found.append(f"{name} has holes in one of them")
-        elif one[name] is not None and (
-            one[name][:2] != other[name][:2] or not torch.equal(one[name][2], other[name][2])
-        ):
-            found.append(f"{name}: {one[name][:2]} -> {other[name][:2]}, or other values")
+        elif one[name].differs(other[name], tolerance):
+            found.append(f"{name} {one[name].tensor.dtype} has other values")
     return tuple(found)
 
 
