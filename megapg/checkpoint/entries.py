@@ -231,13 +231,13 @@ def entries_of(path: Path, metadata: Metadata, key: str) -> list[Entry]:
 
     Raises:
         BrokenCheckpointError: ``.metadata`` does not have the place of an entry, or the chunks do
-            not make up the tensor. Of an optimizer's state, the part of frozen layers is absent.
+            not make up the tensor. Whole layers may be absent.
     """
     index, saved = path / INDEX_FILE, metadata.state_dict_metadata[key]
     chunks: list[ChunkStorageMetadata | None] = [None]
     if isinstance(saved, TensorStorageMetadata):
         chunks = [*saved.chunks]
-        if problem := flaw(saved, count_of(saved) if weight_of(key) else None):
+        if problem := flaw(saved):
             raise broken(index, f"says that the shards of {key!r} {problem}")
     found = []
     for chunk in chunks:
@@ -289,24 +289,37 @@ def count_of(tensor: TensorStorageMetadata) -> int:
     return sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
 
 
-def flaw(tensor: TensorStorageMetadata, expected: int | None = None) -> str:
+def absent_layers(tensor: TensorStorageMetadata) -> frozenset[int]:
+    """Return the layers that a tensor of several layers lacks; none if something else is absent.
+
+    The first axis counts the layers. Some may have no adapter, or be frozen and so have no
+    optimizer state.
+    """
+    if len(tensor.size) < 2 or any(chunk.sizes[0] != 1 for chunk in tensor.chunks):
+        return frozenset()
+    present = frozenset(chunk.offsets[0] for chunk in tensor.chunks)
+    whole = count_of(tensor) == len(present) * math.prod(tensor.size[1:])
+    return frozenset(range(tensor.size[0])) - present if whole else frozenset()
+
+
+def flaw(tensor: TensorStorageMetadata) -> str:
     """Return the problem of a tensor's chunks, as in "leave a part of it out"; empty if none.
 
-    Each element must be in exactly one chunk; ``expected`` elements if that is fewer than all.
+    Each element of each layer that is there must be in exactly one chunk.
     """
     chunks = [_ranges(chunk) for chunk in tensor.chunks if 0 not in chunk.sizes]
-    total = count_of(tensor)
     if any(
         start < 0 or stop > size
         for chunk in chunks
         for (start, stop), size in zip(chunk, tensor.size, strict=True)
     ):
         return "reach beyond its end"
-    if total < (math.prod(tensor.size) if expected is None else expected):
+    total = count_of(tensor)
+    if total < math.prod(tensor.size) and not absent_layers(tensor):
         return "leave a part of it out"
     if total > math.prod(tensor.size) or not _apart(sorted(chunks)):
         return "overlap"
-    return "" if expected is None or total == expected else "have more than was to be written"
+    return ""
 
 
 def _apart(boxes: list[list[tuple[int, int]]]) -> bool:

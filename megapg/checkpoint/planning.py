@@ -35,7 +35,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megapg.checkpoint.entries import Entry, check_ends, count_of, entries_of, flaw, weight_of
+from megapg.checkpoint.entries import (
+    Entry,
+    absent_layers,
+    check_ends,
+    count_of,
+    entries_of,
+    flaw,
+    weight_of,
+)
 from megapg.collection import ProcessGroup
 from megapg.errors import CheckpointMismatchError, CheckpointSaveError
 from megapg.torch_private import StorageInfo
@@ -137,13 +145,25 @@ def merge_plans(
 def _flaws(metadata: Metadata, weights: Set[str], trained: Mapping[str, int]) -> Iterator[str]:
     """Yield what a load would miss, or find twice."""
     with_state: set[str] = set()
+    layers = defaultdict[int, set[int]](set)  # number of layers -> those that some tensor has
+    lacking: dict[str, tuple[int, frozenset[int]]] = {}
     for key, tensor in metadata.state_dict_metadata.items():
         if not isinstance(tensor, TensorStorageMetadata):
             continue
         weight = weight_of(key)
         with_state.add(weight)
-        if problem := flaw(tensor, trained.get(weight) if weight else None):
+        if problem := flaw(tensor):
             yield f"the shards of {key} {problem}"
+        elif weight in trained and count_of(tensor) != trained[weight]:
+            yield f"{key} has {count_of(tensor)} elements, and {trained[weight]} are trained"
+        elif tensor.size and weight not in trained:
+            absent = absent_layers(tensor)
+            layers[tensor.size[0]] |= set(range(tensor.size[0])) - absent
+            if absent:
+                lacking[key] = tensor.size[0], absent
+    for key, (count, absent) in lacking.items():
+        if lost := sorted(absent - layers[count]):  # no layer without an adapter: no layer at all
+            yield f"the shards of {key} leave layer {lost[0]} out, as those of all other tensors do"
     for key in sorted(weights - metadata.state_dict_metadata.keys()):
         yield f"{key} is written by no rank"
     for key in sorted(trained.keys() - with_state) if with_state - {""} else ():
@@ -345,8 +365,8 @@ def _check(
             there, here = tuple(saved.size), tuple(leaf.global_shape)
             text = f"{key} has shape {there}, here {here}"
             if there == here:
-                if weight_of(key) and not _covers(saved, leaf):
-                    missing[key] = f"{key} lacks layers"
+                if not _covers(saved, leaf):
+                    missing[key] = f"{key} lacks layers that the model has"
             elif not leaf.allow_shape_mismatch:
                 wrong.append(text)
             elif _is_padding(there, here, vocabularies):
