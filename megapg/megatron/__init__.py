@@ -21,6 +21,7 @@ from megapg.megatron.convert import to_megatron as to_megatron
 from megapg.megatron.core import core_version as core_version
 from megapg.megatron.core import parallel_state_module
 from megapg.megatron.drop_in import destroy_model_parallel, initialize_model_parallel
+from megapg.megatron.embeddings import check_embeddings
 from megapg.megatron.from_args import session_from_args
 from megapg.megatron.fsdp import fsdp_adapter, fsdp_index
 from megapg.megatron.grids import from_grid, to_grid
@@ -57,6 +58,7 @@ __all__ = [
     "Recording",
     "Trace",
     "adopt",
+    "check_embeddings",
     "compare_with_globals",
     "destroy_model_parallel",
     "for_resharding",
