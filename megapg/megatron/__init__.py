@@ -32,7 +32,7 @@ from megapg.megatron.reading.groups_of import groups_of as groups_of
 from megapg.megatron.reading.resolve import globals_policy, resolves
 from megapg.megatron.reading.resolve import resolve as resolve
 from megapg.megatron.reading.resolve import was_passed as was_passed
-from megapg.megatron.resharding import for_resharding
+from megapg.megatron.resharding import for_resharding, forget_resharding
 from megapg.megatron.watching.contradiction import allow_global_reads as allow_global_reads
 from megapg.megatron.watching.forbid import forbid_global_reads
 from megapg.megatron.watching.guard import guard as guard
@@ -63,6 +63,7 @@ __all__ = [
     "destroy_model_parallel",
     "for_resharding",
     "forbid_global_reads",
+    "forget_resharding",
     "from_grid",
     "from_modules",
     "fsdp_adapter",
