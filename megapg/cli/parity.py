@@ -37,8 +37,10 @@ def parity(
         list[str] | None,
         typer.Option(
             metavar="SIZES",
-            help="Sizes of tp, pp, cp, ep, dp, expt_tp and vpp, such as 'tp=2 pp=2'. Can be "
-            "repeated. Other words are keyword arguments of build, as in 'tp=2 sequence_parallel'.",
+            help="Sizes of tp, pp, cp, ep, dp, expt_tp and vpp, such as 'tp=2 pp=2', and other "
+            "settings of megapg.session, such as optimizer_instances=2 or embedding_ranks=0-1 (of "
+            "stages). Can be repeated. Other words are keyword arguments of build in this layout, "
+            "as in 'tp=2 sequence_parallel'.",
             show_default=", ".join(_DEFAULT),
         ),
     ] = None,

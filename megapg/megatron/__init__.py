@@ -21,6 +21,7 @@ from megapg.megatron.convert import to_megatron as to_megatron
 from megapg.megatron.core import core_version as core_version
 from megapg.megatron.core import parallel_state_module
 from megapg.megatron.drop_in import destroy_model_parallel, initialize_model_parallel
+from megapg.megatron.embeddings import check_embeddings
 from megapg.megatron.from_args import session_from_args
 from megapg.megatron.fsdp import fsdp_adapter, fsdp_index
 from megapg.megatron.grids import from_grid, to_grid
@@ -31,7 +32,7 @@ from megapg.megatron.reading.groups_of import groups_of as groups_of
 from megapg.megatron.reading.resolve import globals_policy, resolves
 from megapg.megatron.reading.resolve import resolve as resolve
 from megapg.megatron.reading.resolve import was_passed as was_passed
-from megapg.megatron.resharding import for_resharding
+from megapg.megatron.resharding import for_resharding, forget_resharding
 from megapg.megatron.watching.contradiction import allow_global_reads as allow_global_reads
 from megapg.megatron.watching.forbid import forbid_global_reads
 from megapg.megatron.watching.guard import guard as guard
@@ -57,10 +58,12 @@ __all__ = [
     "Recording",
     "Trace",
     "adopt",
+    "check_embeddings",
     "compare_with_globals",
     "destroy_model_parallel",
     "for_resharding",
     "forbid_global_reads",
+    "forget_resharding",
     "from_grid",
     "from_modules",
     "fsdp_adapter",

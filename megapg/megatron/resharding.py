@@ -17,6 +17,9 @@ import torch
 from megapg.errors import UnsupportedOptionError
 from megapg.megatron.core import core_version
 
+# Attributes in which Megatron-core keeps what it found out about a model: the sizes of its groups,
+# its tensors, and in 0.16 the plan.
+_KEPT = ("_refit_config_tuple", "_refit_tensor_cache", "_cached_reshard_plan")
 _OF_AN_EXPERT = re.compile(r"\blocal_experts\.(\d+)\.(.+)\.(weight|bias)$")
 
 
@@ -74,6 +77,33 @@ def for_resharding(model: torch.nn.Module) -> torch.nn.Module | NumberedExperts:
                 "biases (add_bias_linear=False), or go by way of a checkpoint."
             )
     return NumberedExperts(core) if of_experts else core
+
+
+def forget_resharding(*models: torch.nn.Module | NumberedExperts | None) -> None:
+    """Make Megatron-core forget the plans, services and sizes of its resharding.
+
+    Call it on every rank before ``swap_model_weights`` if groups were made again, or if models of
+    equal sizes have other ranks. Megatron-core keeps plans by the sizes of groups, services by
+    backend with the group of their first use, and the sizes on the models.
+
+    Args:
+        *models: the models, or what :func:`for_resharding` returned; None for a model that this
+            rank lacks. Attributes that Megatron-core set on them are deleted.
+
+    Raises:
+        UnsupportedVersionError: Megatron-core is not installed, or older than 0.16.
+    """
+    core_version()
+    from megatron.core.resharding import refit
+    from megatron.core.utils import unwrap_model
+
+    getattr(refit, "clear_all_caches", refit.clear_service_cache)()  # 0.16 has services alone
+    for model in models:
+        if model is not None:
+            core = model._model if isinstance(model, NumberedExperts) else unwrap_model(model)
+            for holder in (model, core):
+                for name in _KEPT:
+                    vars(holder).pop(name, None)
 
 
 def _numbered(name: str) -> str:

@@ -23,6 +23,7 @@ from megapg.migrate.facts import HERE, Class, Where
 from megapg.migrate.project import PARALLEL_STATE
 from megapg.migrate.uses import Kind, Span
 from megapg.upstream.expressions import replacement
+from megapg.upstream.helpers import CORE, HELPERS_OF_CORE, Helper
 from megapg.upstream.mapping import OPTIONAL_FIELDS, RANK_GLOBALS, Argument, Refusal, Replacement
 
 _READING = (ExpressionContext.LOAD, ExpressionContext.DEL)
@@ -55,6 +56,11 @@ class Bindings:
             if each == PARALLEL_STATE or each.startswith(PARALLEL_STATE + "."):
                 return each[len(PARALLEL_STATE) + 1 :].partition(".")[0]
         return None
+
+    @property
+    def helper(self) -> Helper | None:
+        """The function of Megatron-core that answers with the globals; None for anything else."""
+        return HELPERS_OF_CORE.get(self.only.removeprefix(CORE))
 
 
 class Names:

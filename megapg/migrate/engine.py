@@ -35,6 +35,7 @@ from megapg.migrate.runtime import Runtimes
 from megapg.migrate.scan import scan
 from megapg.migrate.thread import reached
 from megapg.migrate.uses import Span
+from megapg.upstream.helpers import NAMES
 from megapg.upstream.signatures import SIGNATURES
 
 _INVALID = (cst.CSTValidationError, cst.ParserSyntaxError, SyntaxError, ValueError, RecursionError)
@@ -42,7 +43,8 @@ _INVALID = (cst.CSTValidationError, cst.ParserSyntaxError, SyntaxError, ValueErr
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and of how much."""
 
-_MENTIONS = re.compile(rb"\b(parallel_state|mpu|%b)\b" % b"|".join(n.encode() for n in SIGNATURES))
+_MENTIONED = "|".join(["parallel_state", "mpu", *sorted({*SIGNATURES, *NAMES})])
+_MENTIONS = re.compile(rb"\b(%b)\b" % _MENTIONED.encode())
 _OWN_MODULE = "/megatron/core/parallel_state.py"  # defines the globals, and does not use them
 
 

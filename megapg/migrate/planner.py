@@ -255,13 +255,16 @@ class Planner:
             return Left(use, "unverified", self._frozen[path])
         if is_test(use.file):
             return Left(use, "test")
+        without = any(name.rpartition(".")[2] in COLLECTION_NAMES for name in where.none)
         if isinstance(answer, Refusal):
+            if without and answer.reason == "inside-core":
+                return Left(use, "fallback")
             return Left(use, answer.reason, answer.detail)
         if use.name in self._assigned:
             return Left(use, "assigned", "another file replaces the getter")
         if answer.caution and not self._unsafe:
             return Left(use, answer.caution, "--unsafe rewrites it")
-        if any(name.rpartition(".")[2] in COLLECTION_NAMES for name in where.none):
+        if without:
             return Left(use, "fallback")
         around = self._carriers.around(path, use.function)
         if any(function.makes_groups for function in around):

@@ -20,6 +20,7 @@ from pathlib import Path
 from megapg.migrate.config import Config
 from megapg.migrate.migration import Problem
 from megapg.migrate.toplevel import Table, read_table
+from megapg.upstream.helpers import CORE, HELPERS_OF_CORE
 from megapg.upstream.signatures import SIGNATURES
 
 PARALLEL_STATE = "megatron.core.parallel_state"
@@ -206,6 +207,8 @@ class Project:
             if step == dotted:
                 break
             dotted = step
+        if dotted.removeprefix(CORE) in HELPERS_OF_CORE:  # one has the name of a getter
+            return Meaning(dotted)
         reexported = _REEXPORTED.fullmatch(dotted)
         if reexported and reexported[1] in SIGNATURES:
             return Meaning(f"{PARALLEL_STATE}.{reexported[1]}")

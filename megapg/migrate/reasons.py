@@ -86,6 +86,13 @@ _ALL = (
         "group raises. In place of a private variable, test pg_collection is not None.",
     ),
     Reason(
+        "inside-core",
+        "calls a function of Megatron-core that reads the globals",
+        "The function returns a group, a rank or a collection. Without a group among its arguments "
+        "it takes the one of the globals, whatever the caller was given.",
+        "Pass the group, or use the collection, as the report says for each function.",
+    ),
+    Reason(
         "fallback",
         "is the branch for code without a collection",
         "The code tests whether a collection was passed, and this branch handles None. The globals "

@@ -261,6 +261,9 @@ class _Scanner(cst.CSTVisitor):
             each.looks_at_itself |= looks
         for of in self._classes if called == "vars" else ():
             of.attributes.add("__dict__")
+        if (helper := bound.helper) and helper.reads_globals(self._arguments(node.args)):
+            answer = Refusal("inside-core", f"write {helper.instead}")
+            self._add_use(node, Kind.CALL, node.func, called.rpartition(".")[2], answer)
         if bound.member:
             self._add(node, Kind.CALL, node.func, bound, node.args)
             if function is not None:
@@ -370,30 +373,43 @@ class _Scanner(cst.CSTVisitor):
         bound: Bindings,
         arguments: Sequence[cst.Arg] = (),
     ) -> None:
-        code = self._module.code_for_node
-        span, text, function = self._span(node), code(node).strip(), self._function
+        text = self._module.code_for_node(node).strip()
         asked = Asked(kind, bound, text, self._versions, self._where)
         if any(self._has_a_use(each.value) for each in arguments):
             answer: Replacement | Refusal = Refusal("arguments", "an argument reads the globals")
         else:
-            given = [
-                Argument(each.star + code(each.value), each.keyword.value if each.keyword else "")
-                for each in arguments
-            ]
-            answer = answer_to(asked, given)
+            answer = answer_to(asked, self._arguments(arguments))
+        self._add_use(node, kind, named_by, bound.member or "", answer)
+        self.facts.reached |= bound.imported
+
+    def _arguments(self, arguments: Sequence[cst.Arg]) -> list[Argument]:
+        code = self._module.code_for_node
+        return [
+            Argument(each.star + code(each.value), each.keyword.value if each.keyword else "")
+            for each in arguments
+        ]
+
+    def _add_use(
+        self,
+        node: cst.BaseExpression,
+        kind: Kind,
+        named_by: cst.BaseExpression,
+        name: str,
+        answer: Replacement | Refusal,
+    ) -> None:
+        span, function = self._span(node), self._function
         use = Use(
             file=self._name,
             span=span,
             kind=kind,
-            name=bound.member or "",
-            text=text,
+            name=name,
+            text=self._module.code_for_node(node).strip(),
             function=function.name if function else "",
             answer=answer,
             keep=any(map(_KEEP.search, self._lines[span.line - 1 : span.end_line])),
         )
         root = dotted_name(named_by).partition(".")[0]
         self.facts.uses.append(FoundUse(use, root, self._where))
-        self.facts.reached |= bound.imported
 
     def _has_a_use(self, node: cst.BaseExpression) -> bool:
         names = (each for each in nodes(node) if isinstance(each, cst.Name | cst.Attribute))

@@ -38,6 +38,8 @@ class Shape:
         sent: times that tensor parallelism gathers or scatters all tokens, forward and backward.
         sent_again: the same for a forward pass alone, which recomputation repeats.
         bytes: bytes of a parameter, of its gradient, and of the optimizer's state.
+        trained: True if every parameter is trained. If not, a stage may have no gradients, no state
+            and no backward pass, and none is counted.
     """
 
     layers: int
@@ -53,6 +55,7 @@ class Shape:
     sent: int
     sent_again: int
     bytes: tuple[int, int, int]
+    trained: bool
 
 
 def look_at(model: Model, job: Job) -> Shape:
@@ -81,6 +84,9 @@ def look_at(model: Model, job: Job) -> Shape:
     latent = getattr(config, "multi_latent_attention", False)  # gathers less than all tokens
     whole = (layers - moe_layers) + layers * (not latent)
     size = next(module.parameters()).itemsize
+    trained = all(each.requires_grad for each in module.parameters())
+    sent_again = whole * 2 + layers * latent
+    sent = whole * (4 + bool(model.source)) + 2 * layers * latent  # if published, split
     return Shape(
         layers=layers,
         moe_layers=moe_layers,
@@ -88,13 +94,16 @@ def look_at(model: Model, job: Job) -> Shape:
         heads=divided,
         experts=experts,
         routed=topk * (config.moe_token_dispatcher_type == "alltoall"),
-        kept=kept if model.source else 0,
+        kept=kept if model.source and trained else 0,
         weights=every - expert_weights,
         expert_weights=expert_weights,
         active=every - looked_up - idle,
-        sent=whole * (4 + bool(model.source)) + 2 * layers * latent,  # if published, split
-        sent_again=whole * 2 + layers * latent,
-        bytes=(size, 4 if config.bf16 else size, 8 if size == 4 else 12),
+        sent=sent if trained else sent_again,
+        sent_again=sent_again,
+        bytes=(size, 4 if config.bf16 else size, 8 if size == 4 else 12)
+        if trained
+        else (size, 0, 0),
+        trained=trained,
     )
 
 
@@ -156,9 +165,9 @@ def _flows(
     layout: ParallelLayout, job: Job, shape: Shape, dense: int, experts: int
 ) -> Iterator[Flow]:
     """Yield traffic that a rank has on average over the stages, or less."""
-    again = job.recompute == "full"
+    again = shape.trained and job.recompute == "full"
     token = shape.bytes[0] * shape.hidden * job.micro_batch_size * job.seq_length // layout.cp
-    routed = (4 + 2 * again) * shape.moe_layers * shape.routed / layout.tp
+    routed = (2 + 2 * shape.trained + 2 * again) * shape.moe_layers * shape.routed / layout.tp
     sizes: dict[tuple[GroupName, str], float] = {
         ("tp", "all_gather"): shape.sent + again * shape.sent_again,
         ("ep", "all_to_all"): routed,
@@ -168,6 +177,8 @@ def _flows(
     for (field, collective), size in sizes.items():
         yield Flow(field, collective, 0, int(passes * size), 0)
     held: dict[GroupName, int] = {"intra_dp_cp": dense, "intra_expt_dp": experts}
+    if not shape.trained:
+        return
     for field, count in held.items():
         yield Flow(field, "reduce_scatter", 0, shape.bytes[1] * count, 0)
         yield Flow(field, "all_gather", 0, shape.bytes[0] * count, 0)

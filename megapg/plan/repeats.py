@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,11 +33,19 @@ class Ran:
 
 def run_layers(chunk: torch.nn.Module, run: Callable[[], Ran]) -> Ran:
     """Call ``run`` with few layers in the chunk, and return its result for all layers."""
-    block: Any = getattr(unwrap_model(chunk), "decoder", None)
+    plain: Any = unwrap_model(chunk)
+    block: Any = getattr(plain, "decoder", None)
+    layers = list(getattr(block, "layers", ()))
+    of_layers = {each for layer in layers for each in layer.parameters()}
+    before = itertools.takewhile(lambda each: each not in of_layers, plain.parameters())
+    # A layer keeps less if its input takes no gradient. What a stage receives takes one.
+    takes = not getattr(plain, "pre_process", False) or any(each.requires_grad for each in before)
     kinds: dict[object, list[int]] = {}
-    for place, layer in enumerate(getattr(block, "layers", ())):
-        shapes = tuple((name, each.shape, each.dtype) for name, each in layer.named_parameters())
-        kinds.setdefault((type(layer), shapes), []).append(place)
+    for place, layer in enumerate(layers):
+        own = dict(layer.named_parameters())
+        shapes = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in own.items())
+        kinds.setdefault((type(layer), shapes, takes), []).append(place)
+        takes = takes or any(each.requires_grad for each in own.values())
     many = [places for places in kinds.values() if len(places) > _FEW + 1]
     if not many or block.config.recompute_num_layers not in (None, 1):
         return run()  # these layers are recomputed together

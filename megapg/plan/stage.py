@@ -34,11 +34,11 @@ class Shape:
     """The parameters of a stage. Stages of one shape cost the same.
 
     Attributes:
-        chunks: name, size and type of each parameter, for each chunk.
+        chunks: for each chunk, name, size and type of each parameter, and True if it is trained.
         embeddings: number of ranks that share the word and the position embeddings.
     """
 
-    chunks: tuple[tuple[tuple[str, tuple[int, ...], str], ...], ...]
+    chunks: tuple[tuple[tuple[str, tuple[int, ...], str, bool], ...], ...]
     embeddings: tuple[int, ...]
 
 
@@ -177,7 +177,8 @@ class Stage:
             if plain.post_process:
                 output = output.float().mean()
             kept = saved.bytes
-            torch.autograd.backward(output, torch.empty_like(output))
+            if output.requires_grad:  # as Megatron-core's schedules ask
+                torch.autograd.backward(output, torch.empty_like(output))
         return Ran(traffic.rows, kept, saved.most)
 
     def _pieces(self, name: str, parameter: torch.nn.Parameter) -> int:
@@ -190,13 +191,18 @@ class Stage:
         return pieces * (self._pg.size("expt_tp" if expert else "tp") if sharded else 1)
 
 
-def _shape(chunk: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-    return tuple((name, tuple(p.shape), str(p.dtype)) for name, p in chunk.named_parameters())
+def _shape(chunk: torch.nn.Module) -> tuple[tuple[str, tuple[int, ...], str, bool], ...]:
+    return tuple(
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+        for name, p in chunk.named_parameters()
+    )
 
 
 def _state_of(optimizer: Any) -> Iterator[torch.Tensor]:
     """Yield the main copies of the parameters, and what Adam keeps of each, without counters."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is None:  # Megatron-core's, for no parameters
+            continue
         for group in part.optimizer.param_groups:
             for main in group["params"]:
                 yield main

@@ -12,12 +12,19 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.resharding import refit, swap_model_weights
 from megatron.core.transformer import TransformerConfig
+from megatron.core.utils import unwrap_model
 
 import megapg
 from megapg import torch_private
 from megapg.errors import UnsupportedOptionError
 from megapg.layout import ParallelLayout
-from megapg.megatron import core_version, for_resharding, forbid_global_reads, parallel_state
+from megapg.megatron import (
+    core_version,
+    for_resharding,
+    forbid_global_reads,
+    forget_resharding,
+    parallel_state,
+)
 from megapg.testing import megatron_on_cpu, refuse_closed_groups, run_distributed
 
 pytestmark = pytest.mark.contract
@@ -109,8 +116,24 @@ def swapped(source, target, experts, folder):
                 rollout.suspend("recreate")
                 rollout.resume()
                 assert not rollout.rebind(served).left
+        kept = kept_by_resharding(*passed)
+        assert kept
+        forget_resharding(*passed)
+        assert not kept_by_resharding(*passed)
         assert len(torch_private.known_groups()) == many
         assert not parallel_state.is_initialized()
+
+
+def kept_by_resharding(*models):
+    """Return what Megatron-core keeps: services, plans, and attributes of models."""
+    of_models = [
+        name
+        for model in models
+        for holder in (model, unwrap_model(getattr(model, "_model", model)))
+        for name in vars(holder)
+        if "refit" in name or "reshard" in name
+    ]
+    return [*refit._service_cache, *getattr(refit, "_plan_cache", ()), *of_models]
 
 
 def unnumbered(folder):
@@ -135,7 +158,7 @@ def on_two_ranks(folder):
     swapped({"ep": 2}, {"tp": 2}, EXPERTS, folder)
     swapped({"tp": 2}, {"ep": 2}, EXPERTS, folder)
     refused()
-    getattr(refit, "clear_plan_cache", lambda: None)()  # of the last swap; not in 0.16
+    forget_resharding()  # of the last swap
     different = unnumbered(folder)
     dist.destroy_process_group()
     return different
@@ -196,7 +219,7 @@ def of_equal_sizes(folder):
         different = []
         for session, forget in ((near, False), (far, False), (far, True)):
             if forget:
-                refit.clear_plan_cache()
+                forget_resharding(trained, None)
             served = build(session.groups)
             swap_model_weights(trained, served, "nccl")
             different.append(len(through_checkpoint(folder, trained, train, served, session)) > 0)

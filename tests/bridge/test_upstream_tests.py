@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -159,8 +161,40 @@ def test_what_can_not_start_is_said_at_once(checkout: Path) -> None:
     code, said = upstream(checkout, "--select nothing_of --select the_kind")
     assert code == 2, said
     assert "no tests in tests/unit_tests with 'nothing_of' or 'the_kind' in their paths" in said
-    (checkout / FOLDER / "test_utilities.py").write_text("import transformer_engine_of_yours")
+    (checkout / FOLDER / "test_utilities.py").write_text(
+        "import transformer_engine_of_yours, parser_of_yours.inner\n"
+    )
     code, said = upstream(checkout)
     assert code == 2, said
     assert "tests.unit_tests.test_utilities can't be imported by " in said
-    assert "ModuleNotFoundError: No module named 'transformer_engine_of_yours'" in said
+    assert "there is no parser_of_yours, transformer_engine_of_yours. Put what it misses" in said
+
+
+@pytest.mark.slow
+def test_results_so_far_are_printed_after_an_interrupt(checkout: Path) -> None:
+    command = [sys.executable, "-m", "tools.upstream", str(checkout)]
+    command += ["--select", "_caller", "--select", "stands_still", "--jobs", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(checkout / "callers")}
+    running = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert running.stderr is not None
+        ended = ("on globals: 1 passed", "on sessions: 1 passed")
+        lines: list[str] = []
+        for line in running.stderr:
+            lines.append(line)
+            if all(any(each in told for told in lines) for each in ended):
+                break
+        running.send_signal(signal.SIGINT)
+        said, errors = running.communicate(timeout=100)
+    finally:
+        running.kill()
+    assert "interrupted; these are the results so far" in errors
+    assert_rows(said, {"more/test_of_the_caller.py": (1, 1), "all": (1, 1)})

@@ -9,10 +9,11 @@ from migrate_cases import VERSIONS, with_names
 from trees import write
 
 from megapg.migrate.config import Config
-from megapg.migrate.engine import find
+from megapg.migrate.engine import find, migrate
 from megapg.migrate.migration import Found
 from megapg.migrate.project import Project
 from megapg.migrate.uses import Kind
+from megapg.upstream.mapping import Refusal
 
 
 def found(root: Path, files: dict[str, str], *wrappers: str) -> Found:
@@ -47,6 +48,46 @@ def test_kinds(tmp_path: Path) -> None:
         (9, Kind.STRING, True),
         (11, Kind.VALUE, True),
     ]
+
+
+INSIDE_CORE = """\
+from megatron.core import utils
+from megatron.core.inference.communication_utils import is_pipeline_last_stage
+from megatron.core.process_groups_config import ProcessGroupCollection as PG
+from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate as own
+from megatron.core.utils import get_tensor_model_parallel_group_if_none as tp
+
+
+def f(group, p, pg_collection=None):
+    if pg_collection is None:
+        PG.use_mpu_process_groups()
+    PG.use_mpu_process_groups(["tp"])
+    utils.get_tensor_model_parallel_group_if_none(None)
+    tp(tp_group=None, is_expert=True)
+    tp(group)
+    own(p)
+    own(p, group)
+    own(p, None)
+    own(p, tp_group=group)
+    own(*p)
+    is_pipeline_last_stage(None)
+    is_pipeline_last_stage(group)
+    is_pipeline_last_stage(pp_group=None)
+"""
+
+
+def test_functions_of_the_core_that_answer_with_the_globals(tmp_path: Path) -> None:
+    uses = found(tmp_path, {"a.py": INSIDE_CORE}).uses
+    assert [each.span.line for each in uses] == [10, 11, 12, 13, 15, 17, 20, 22]
+    assert {each.kind for each in uses} == {Kind.CALL}
+    answers = [each.answer for each in uses if isinstance(each.answer, Refusal)]
+    assert {each.reason for each in answers} == {"inside-core"}
+    assert answers[1].detail == "write pg"
+    assert answers[2].detail == "write pg.tp, or pg.expt_tp for is_expert=True"
+    assert answers[-1].detail == "write pg.pp as its argument"
+    migration = migrate([tmp_path], Config(tmp_path, versions=VERSIONS))
+    assert not migration.files
+    assert [each.reason for each in migration.left] == ["fallback", *["inside-core"] * 7]
 
 
 def test_places(tmp_path: Path) -> None:

@@ -18,8 +18,11 @@ from typer.testing import CliRunner
 
 from megapg.cli import app
 from megapg.errors import ParityError, ParityInputError
+from megapg.layout import ParallelLayout
+from megapg.ownership.opening import LayoutSizes
 from megapg.testing import agreement, parity
 from megapg.testing.agreement.built_in import gpt, next_token
+from megapg.testing.agreement.cases import SIZES, Stages, parse_layout
 
 SCHEMA = json.loads(Path(agreement.__file__).with_name("schema.json").read_text())
 
@@ -371,3 +374,82 @@ def test_every_planted_fault_is_found_and_most_are_named():
 def test_faults_of_megatron_core_are_found():
     verdicts = [*parity_proof.upstream_findings()]
     assert all(each.expected for each in verdicts)
+
+
+# -- settings of a layout --------------------------------------------------------------------------
+
+
+def predicting_on_a_stage_of_its_own(pg, tied=True):
+    """Build a GPT that predicts two tokens on the middle one of three stages."""
+    stages = {}
+    if pg.size("pp") > 1:
+        middle = ["decoder", "mtp"]
+        stages["pipeline_model_parallel_layout"] = [
+            ["embedding", "decoder", "decoder", "decoder"],
+            middle,
+            ["loss"],
+        ]
+    return gpt(pg, mtp=1, tied=tied, **stages)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize(("tied", "right"), [(True, "0-1-2"), (False, "0-1")])
+def test_copies_of_the_embedding_on_a_stage_in_the_middle(tied, right):
+    build = predicting_on_a_stage_of_its_own
+    parity(build, [f"pp=3 embedding_ranks={right}"], options={"tied": tied}).check()
+    with pytest.raises(ParityInputError) as caught:
+        parity(build, ["pp=3"], options={"tied": tied})
+    text = str(caught.value)
+    assert text.startswith("layout 'pp=3': pipeline stage ")
+    assert "the word embedding" in text
+    assert "embedding_ranks=lambda pipeline" in text
+
+
+def first_and_second(pipeline):
+    return pipeline[:2]
+
+
+@pytest.mark.contract
+def test_every_setting_of_a_session_is_a_setting_of_a_layout():
+    layouts = [
+        "dp=4 optimizer_instances=2",
+        "tp=2 dp=2 order=dp-tp-cp-ep-pp",
+        "tp=2 pp=2 ranks=3-1-0-2",
+    ]
+    parity("gpt", layouts).check()
+
+
+def test_settings_are_those_of_a_session():
+    layout = parse_layout(
+        "pp=2 cp=4 hierarchical_cp=2-2 hybrid_cp embedding_ranks=0 position_embedding_ranks=0-1 x=7"
+    )
+    assert layout.options == {"x": 7}
+    assert layout.layout == ParallelLayout(
+        world_size=8,
+        pp=2,
+        cp=4,
+        hierarchical_cp=(2, 2),
+        hybrid_cp=True,
+        embedding_ranks=Stages((0,)),
+        position_embedding_ranks=Stages((0, 1)),
+    )
+    assert layout.layout.members("embd", 0) == (0,)
+    assert layout.layout.members("pos_embd", 4) == (0, 4)
+    given = parse_layout({"pp": 3, "embedding_ranks": first_and_second, "ranks": (2, 1, 0)})
+    assert given.layout.members("embd", 2) == (2, 1)
+    assert "embedding_ranks=first_and_second ranks=2-1-0" in given.text
+    assert set(LayoutSizes.__annotations__) <= set(SIZES)
+    with pytest.raises(ParityInputError, match="embedding_ranks takes whole numbers joined by -"):
+        parse_layout("pp=2 embedding_ranks=first")
+
+
+def deeper(pg, z=False):
+    """Build a model that computes something else with z."""
+    return gpt(pg, layernorm_epsilon=1e-1 if z else 1e-5)
+
+
+def test_a_word_that_changes_the_model_is_named():
+    found = parity(deeper, ["dp=2 z"])
+    (note,) = found.notes
+    assert note.startswith("dp=2 z: z went to build in this layout and not on one rank")
+    assert note in found.text()

@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -119,13 +120,13 @@ def held(case, rank):
     ):
         warnings.simplefilter("ignore")
         chunks, optimizer, _ = real_step.trainer(case, pg)
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                parameter.main_grad.normal_()
-        optimizer.step()
         parameters = [each for chunk in chunks for each in chunk.parameters()]
+        trained = [each for each in parameters if each.requires_grad]
+        for parameter in trained:
+            parameter.main_grad.normal_()
+        optimizer.step()
         weights = storages(parameters)
-        gradients = storages(each.main_grad for each in parameters)
+        gradients = storages(each.main_grad for each in trained)
         state = storages(_state(optimizer))
         return (
             sum(each.numel() for each in parameters),
@@ -137,6 +138,8 @@ def held(case, rank):
 
 def _state(optimizer):
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is None:
+            continue
         for main, kept in part.optimizer.state.items():
             yield from (main, kept["exp_avg"], kept["exp_avg_sq"])
 
@@ -165,6 +168,29 @@ def test_bytes_equal_those_of_the_built_model(number):
         assert found == held(case, stage.rank)
 
 
+HEAD, LOW, HIGH = "output_layer", r"layers\.[01]\.", r"layers\.[23]\."
+FROZEN = [
+    Case(2, pp=2, tied=False, trains=HEAD),
+    Case(2, pp=2, tied=False, trains=HEAD, distributed_optimizer=False),
+    Case(2, pp=2, tied=False, trains="embedding"),
+    Case(2, pp=2, vpp=2, microbatches=2, tied=False, trains="layers.0.mlp"),
+    Case(2, pp=2, adapters=True, trains="adapter"),
+    Case(2, pp=2, adapters=True, trains=r"layers\.1\..*adapter"),
+    Case(2, ep=2, experts=4, trains="experts"),
+    Case(2, ep=2, experts=4, trains="experts", distributed_optimizer=False),
+    Case(4, pp=2, ep=2, experts=4, tied=False, trains="output_layer|router"),
+    Case(1, trains="nothing"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(FROZEN)))
+def test_bytes_of_models_that_are_trained_in_part(number):
+    case = FROZEN[number]
+    for stage in measured(case).stages:
+        found = stage.weights, stage.parameters, stage.gradients, stage.optimizer
+        assert found == held(case, stage.rank)
+
+
 def test_weights_of_the_whole_model():
     alone = measured(Case(1, layers=8, experts=4)).weights
     for case in (
@@ -180,22 +206,28 @@ def test_weights_of_the_whole_model():
 # --- activations ----------------------------------------------------------------------------------
 
 
-def kept_by_real_tensors(case):
+def kept_by_real_tensors(case, rank=0):
     """Return the most bytes that autograd keeps for a microbatch of a real model."""
     with (
         warnings.catch_warnings(),
         megatron_on_cpu(),
-        fake_collection(0, case.world_size, tp=case.tp) as pg,
+        fake_collection(rank, case.world_size, tp=case.tp, pp=case.pp) as pg,
         published(pg),
     ):
         warnings.simplefilter("ignore")
         (chunk,), _, _ = real_step.trainer(case, pg)
         tensors = [*chunk.parameters(), *chunk.module.buffers()]
-        gradients = [each.main_grad for each in chunk.parameters()]
+        gradients = [each.main_grad for each in chunk.parameters() if each.requires_grad]
         saved = Saved(storages([*tensors, *gradients]))
         tokens, labels, positions = next(real_step._batches(case))
         with saved.watched():
-            chunk(tokens, positions, None, labels=labels).mean().backward()
+            if rank:  # what a stage receives takes gradients
+                given = (case.seq_length, 1, case.hidden)
+                chunk.module.set_input_tensor([torch.zeros(given, requires_grad=True)])
+            loss = chunk(tokens, positions, None, labels=labels).mean()
+            if loss.requires_grad:
+                loss.backward()
+        del loss
         assert saved.bytes == 0
         return saved.most
 
@@ -206,6 +238,28 @@ def test_activations_equal_those_of_real_tensors(recompute, tp):
     # Without dropout, and in float32: kernels of a CPU keep other types than those of a GPU.
     case = Case(tp, tp=tp, sequence_parallel=tp > 1, recompute=recompute, bf16=False, dropout=0.0)
     assert measured(case).stages[0].activations == kept_by_real_tensors(case)
+
+
+@pytest.mark.parametrize(
+    ("trains", "recompute", "stages"),
+    [
+        (HEAD, "none", 1),
+        (HEAD, "selective", 2),
+        (LOW, "none", 1),
+        (HIGH, "none", 1),
+        (HIGH, "full", 2),
+        (r"layers\.4|output_layer", "none", 1),
+        ("adapter", "full", 2),
+        ("embedding", "full", 1),
+        ("nothing", "full", 2),
+    ],
+)
+def test_activations_of_models_that_are_trained_in_part(trains, recompute, stages):
+    layers = 9 * stages
+    case = Case(stages, pp=stages, layers=layers, tied=False, adapters=True, trains=trains)
+    case = replace(case, recompute=recompute, bf16=False, dropout=0.0)
+    for stage in measured(case).stages:
+        assert stage.activations == kept_by_real_tensors(case, stage.rank)
 
 
 def gpt3_layers(layers, pg, vp_stage=None, *, job):

@@ -240,6 +240,33 @@ def test_a_function_with_recomputation_of_its_own_is_bounded_by_its_weights(tmp_
     assert bound.total <= stage.total - stage.communicators[1]
 
 
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2}, {"tp": 2}])
+def test_a_model_that_is_trained_in_part_is_bounded_by_less(sizes, tmp_path, cluster):
+    page = (Path(__file__).parents[2] / "migration_guide/plan.md").read_text()
+    (source,) = re.findall(r"```python\n(# train.py\n.*?)```", page, re.S)
+    head = """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("final_layernorm" in name)
+    return model
+"""
+    source = source.replace("return GPTModel(", "model = GPTModel(") + head
+    (tmp_path / "frozen_in_part.py").write_text(source)
+    model = find_model(f"{tmp_path}/frozen_in_part.py:build")
+    job = Job(model=model.name, seq_length=2048, microbatches=8)
+    layout = ParallelLayout(world_size=2, **sizes)
+    bound = least(layout, job, look_at(model, job))
+    stages = measure(layout, cluster, model, job).stages
+    assert bound.total <= max(stage.total - stage.communicators[1] for stage in stages)
+    for flow in bound.flows:
+        counted = sum(
+            each.bytes
+            for stage in stages
+            for each in stage.flows
+            if (each.field, each.collective) == (flow.field, flow.collective)
+        )
+        assert flow.bytes <= counted
+
+
 def test_replicas_of_the_optimizer_do_not_raise_the_bound(folder, cluster):
     model = find_model(str(folder / "dense.toml"))
     job = Job(model=model.name, seq_length=model.seq_length, microbatches=1)

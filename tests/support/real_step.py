@@ -10,6 +10,7 @@ and the norm of the gradients.
 """
 
 import functools
+import re
 import warnings
 from collections import defaultdict
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ class Case:
     With context parallelism, the attention is that of published models: Megatron-core's own needs
     TransformerEngine then.
     The flex dispatcher is missing, because it needs DeepEP's kernels.
+
+    ``trains`` is a pattern of the names of the parameters that are trained.
     """
 
     world_size: int = 1
@@ -66,6 +69,8 @@ class Case:
     dispatcher: str = "alltoall"
     bf16: bool = True
     dropout: float = 0.1
+    adapters: bool = False
+    trains: str = ""
 
     seq_length: int = 16
     micro_batch_size: int = 1
@@ -131,7 +136,7 @@ def build(case, pg, vp_stage=None, config=None):
     layer = get_gpt_layer_local_spec(num_experts=case.experts)
     if case.cp > 1:
         layer.submodules.self_attention.submodules.core_attention = FlashLikeAttention
-    return GPTModel(
+    model = GPTModel(
         config or transformer_config(case),
         layer,
         vocab_size=case.vocabulary,
@@ -142,6 +147,21 @@ def build(case, pg, vp_stage=None, config=None):
         position_embedding_type="learned_absolute" if case.learned_positions else "rope",
         pg_collection=pg,
         vp_stage=vp_stage,
+    )
+    for layer in model.decoder.layers if case.adapters else ():
+        _adapt(layer.self_attention.linear_qkv, case.hidden)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(re.search(case.trains, name) is not None)
+    return model
+
+
+def _adapt(linear, hidden):
+    """Add an adapter of low rank to the output of a linear layer."""
+    linear.adapter = torch.nn.Sequential(
+        torch.nn.Linear(hidden, 2, bias=False), torch.nn.Linear(2, linear.output_size, bias=False)
+    )
+    linear.register_forward_hook(
+        lambda module, given, made: (made[0] + module.adapter(given[0]), *made[1:])
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fallbacks import fallbacks, parameters_of
 from migrate_cases import sections
 from old_core import core_folders
 
@@ -19,6 +20,7 @@ from megapg.megatron.watching import advice
 from megapg.migrate.reasons import REASONS, explain
 from megapg.upstream import expressions, mapping
 from megapg.upstream.expressions import replacement
+from megapg.upstream.helpers import HELPERS_OF_CORE
 from megapg.upstream.mapping import Argument, Refusal, Replacement
 from megapg.upstream.signatures import SIGNATURES, VERSIONS, functions, signature
 
@@ -115,6 +117,24 @@ def test_every_private_global_is_known(core: Path) -> None:
     for name in names:
         found = replacement(name)
         assert isinstance(found, Replacement) or found.reason != "version", name
+
+
+@pytest.mark.contract
+@each_core
+def test_every_other_function_that_answers_with_the_globals_is_listed(core: Path) -> None:
+    if minor_of(core) < 16:
+        pytest.skip("the table begins with 0.16")
+    found = fallbacks(core)
+    # One came with 0.19.
+    missing = (
+        {"tensor_parallel.layers.param_is_not_gtp_duplicate"} if minor_of(core) < 19 else set()
+    )
+    assert found == set(HELPERS_OF_CORE) - missing
+    for name in found:
+        parameters = parameters_of(core, name)
+        helper = HELPERS_OF_CORE[name]
+        if helper.parameter:
+            assert parameters[helper.position] == helper.parameter, name
 
 
 # --- against the rest of megapg -------------------------------------------------------------------

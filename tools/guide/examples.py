@@ -121,6 +121,24 @@ def group(*, with_context_parallel=False, pg_collection):
     return getters.data_group(pg_collection, with_context_parallel=with_context_parallel)
 """,
     ),
+    "inside-core": Example(
+        """
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+
+def build(config, layer):
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return GPTModel(config, layer, 32000, 2048, pg_collection=groups)
+""",
+        """
+from megatron.core.models.gpt import GPTModel
+
+
+def build(config, layer, *, pg_collection):
+    return GPTModel(config, layer, 32000, 2048, pg_collection=pg_collection)
+""",
+    ),
     "may-be-none": Example(
         """
 from megatron.core import mpu

@@ -15,9 +15,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Annotated, NoReturn
 from xml.etree import ElementTree
 
@@ -35,6 +36,12 @@ _OURS = (Path(__file__).parent, Path(__file__).parents[2])
 _UNIT_TESTS = Path("tests", "unit_tests")
 _SHARED = ("test_utilities", "conftest")  # imported by every test
 _TOO_SLOW = "too slow"
+_IMPORTED = """
+import sys
+from unittest.mock import MagicMock
+sys.modules.update({{name: MagicMock(__path__=[]) for name in {}}})
+import megapg_upstream, {}
+"""
 
 
 @dataclass(frozen=True)
@@ -67,17 +74,34 @@ def why_nothing_runs(checkout: Path) -> str:
     for name in _SHARED:
         if (checkout / _UNIT_TESTS / f"{name}.py").exists():
             module = ".".join([*_UNIT_TESTS.parts, name])
-            command = [sys.executable, "-W", "ignore", "-c", f"import megapg_upstream, {module}"]
-            ran = subprocess.run(
-                command, cwd=checkout, env=environment(checkout), capture_output=True, text=True
-            )
-            if ran.returncode:
-                reason = (ran.stderr.strip().splitlines() or ["it says nothing"])[-1]
+            if reason := _why_not_imported(checkout, module):
                 return f"{module} can't be imported by {sys.executable}: {reason}"
     return ""
 
 
-def run(checkout: Path, file: Path, ranks: int, minutes: float, on_a_session: bool) -> Outcome:
+def _why_not_imported(checkout: Path, module: str) -> str:
+    """Return why a module can't be imported, with every package that it lacks."""
+    missing: list[str] = []
+    while True:
+        # What is missing is replaced, so that the import goes on to the next one.
+        command = [sys.executable, "-W", "ignore", "-c", _IMPORTED.format(missing, module)]
+        ran = subprocess.run(
+            command, cwd=checkout, env=environment(checkout), capture_output=True, text=True
+        )
+        reason = (ran.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        absent = re.match(r"ModuleNotFoundError: No module named '([\w.]+)'", reason)
+        if ran.returncode and absent and absent[1] not in missing:
+            missing.append(absent[1])
+            continue
+        roots = sorted({each.partition(".")[0] for each in missing})
+        if roots:
+            return f"there is no {', '.join(roots)}"
+        return reason if ran.returncode else ""
+
+
+def run(
+    checkout: Path, file: Path, ranks: int, minutes: float, on_a_session: bool, stop: Event
+) -> Outcome:
     """Return the tests of a file that pass on every rank before the time limit."""
     with tempfile.TemporaryDirectory(prefix="megapg-upstream-") as folder, socket.socket() as held:
         # Without it, another process may take the port before rank 0 listens there.
@@ -104,10 +128,11 @@ def run(checkout: Path, file: Path, ranks: int, minutes: float, on_a_session: bo
                 )
         deadline = time.monotonic() + minutes * 60
         try:
-            for each in started:
-                each.wait(max(deadline - time.monotonic(), 0))
-        except subprocess.TimeoutExpired:
-            return Outcome(why_none=f"{_TOO_SLOW}, over {minutes:g} minutes")
+            while any(each.poll() is None for each in started):
+                if stop.wait(0.1):
+                    return Outcome(why_none="interrupted")
+                if time.monotonic() > deadline:
+                    return Outcome(why_none=f"{_TOO_SLOW}, over {minutes:g} minutes")
         finally:
             for each in started:
                 each.kill()
@@ -139,20 +164,41 @@ def _reason(printed: Path) -> str:
 def compare(
     checkout: Path, files: list[Path], ranks: int, minutes: float, jobs: int
 ) -> Mapping[Path, tuple[Outcome, Outcome]]:
-    """Return, by file, the outcome on globals and on sessions."""
-    with Progress(console=Console(stderr=True)) as progress, ThreadPoolExecutor(jobs) as threads:
+    """Return, by file, the outcome on globals and on sessions, and print each as it comes.
+
+    After Ctrl-C, only files with both outcomes are returned.
+    """
+    console, stop = Console(stderr=True), Event()
+    with Progress(console=console) as progress, ThreadPoolExecutor(jobs) as threads:
         bar = progress.add_task("upstream's tests", total=2 * len(files))
 
         def one(file: Path, on_a_session: bool) -> Outcome:
-            found = run(checkout, file, ranks, minutes, on_a_session)
+            found = run(checkout, file, ranks, minutes, on_a_session, stop)
+            way = "sessions" if on_a_session else "globals"
+            said = found.why_none or f"{len(found.passed)} passed"
+            progress.console.print(f"{file.relative_to(_UNIT_TESTS)}, on {way}: {said}")
             progress.advance(bar)
             return found
 
         both = [[threads.submit(one, file, way) for way in (False, True)] for file in files]
+        try:
+            wait([each for pair in both for each in pair])
+        except KeyboardInterrupt:
+            ended = [all(map(_has_ended, pair)) for pair in both]
+            stop.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+            console.print("interrupted; these are the results so far", style="bold red")
+        else:
+            ended = [True] * len(files)
         return {
-            file: (on_globals.result(), on_sessions.result())
-            for file, (on_globals, on_sessions) in zip(files, both, strict=True)
+            file: (pair[0].result(), pair[1].result())
+            for file, pair, both_ended in zip(files, both, ended, strict=True)
+            if both_ended
         }
+
+
+def _has_ended(each: Future[Outcome]) -> bool:
+    return each.done() and not each.cancelled()
 
 
 def table(title: str, rows: Mapping[str, Collection[tuple[Outcome, Outcome]]]) -> Table:

@@ -10,19 +10,24 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
 from megapg.errors import LayoutError, ParityInputError
-from megapg.layout import Field, ParallelLayout
+from megapg.layout import EmbeddingRanks, Field, ParallelLayout
 
 Option: TypeAlias = int | bool | str
+Setting: TypeAlias = Option | Sequence[int] | EmbeddingRanks
 
-FACTORS = ("tp", "pp", "cp", "ep", "dp")
-SIZES = (*FACTORS, "expt_tp", "vpp", "world")
+FACTORS = ("tp", "pp", "cp", "ep", "dp", "gtp_remat")
+_INTEGERS = ("expt_tp", "vpp", "expt_gtp_remat", "optimizer_instances")
+_LISTS = ("hierarchical_cp", "ranks")
+_STAGES = ("embedding_ranks", "position_embedding_ranks")
+SIZES = (*FACTORS, *_INTEGERS, "world", "order", "hybrid_cp", *_LISTS, *_STAGES)
+"""The words of a layout that :func:`megapg.session` takes, and ``dp`` and ``world``."""
 _WORDS: Mapping[str, Option] = {"true": True, "false": False}
 
 # The axes of each grid, in the order of the search for a cause.
@@ -42,7 +47,7 @@ class LayoutCase:
 
     text: str
     layout: ParallelLayout
-    options: Mapping[str, Option]
+    options: Mapping[str, Setting]
 
     @property
     def world_size(self) -> int:
@@ -52,7 +57,7 @@ class LayoutCase:
     @property
     def dp(self) -> int:
         """Size of the data-parallel group."""
-        return self.layout.world_size // (self.layout.tp * self.layout.pp * self.layout.cp)
+        return self.layout.dp
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -77,8 +82,8 @@ class LayoutCase:
         return parse_layout(f"{written} world={self.world_size}").layout
 
 
-def parse_layout(written: str | Mapping[str, Option]) -> LayoutCase:
-    """Read one layout. The world is the product of the sizes tp, pp, cp, ep and dp.
+def parse_layout(written: str | Mapping[str, Setting]) -> LayoutCase:
+    """Read one layout. The world is the product of the sizes tp, pp, cp, ep, dp and gtp_remat.
 
     Raises:
         ParityInputError: a word is no size, or the sizes do not fit together.
@@ -86,19 +91,17 @@ def parse_layout(written: str | Mapping[str, Option]) -> LayoutCase:
     words = _words(written) if isinstance(written, str) else dict(written)
     if isinstance(written, str) and not words:
         raise ParityInputError("an empty layout: write sizes, such as 'tp=2'.")
-    text = " ".join(name if value is True else f"{name}={value}" for name, value in words.items())
-    sizes = {name: _size(words.pop(name), name, text) for name in SIZES if name in words}
-    world = sizes.get("world", math.prod(sizes.get(name, 1) for name in FACTORS))
+    text = " ".join(
+        name if value is True else f"{name}={_text(value)}" for name, value in words.items()
+    )
+    found = {name: _setting(words.pop(name), name, text) for name in SIZES if name in words}
+    sizes = {name: found.get(name, 1) for name in FACTORS}
+    world = found.pop("world", math.prod(sizes.values()))
+    found.pop("dp", None)
+    if found.get("vpp") == 1:
+        del found["vpp"]
     try:
-        layout = ParallelLayout(
-            world_size=world,
-            tp=sizes.get("tp", 1),
-            pp=sizes.get("pp", 1),
-            cp=sizes.get("cp", 1),
-            ep=sizes.get("ep", 1),
-            expt_tp=sizes.get("expt_tp", 0),
-            vpp=sizes.get("vpp", 1) if sizes.get("vpp", 1) > 1 else None,
-        )
+        layout = ParallelLayout(world_size=world, **found)
     except LayoutError as error:
         raise ParityInputError(f"layout {text!r}: {error}") from error
     return LayoutCase(text or "one rank", layout, words)
@@ -111,6 +114,41 @@ def parse_sizes(text: str) -> dict[str, int]:
         ParityInputError: a word is no size.
     """
     return {name: _size(value, name, text) for name, value in _words(text).items()}
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Chooses ranks of a pipeline by the numbers of their stages."""
+
+    numbers: tuple[int, ...]
+
+    def __call__(self, pipeline: list[int]) -> list[int]:
+        """Return the ranks of these stages. A stage that the pipeline lacks is left out."""
+        return [pipeline[number] for number in self.numbers if number < len(pipeline)]
+
+
+def _setting(value: Any, name: str, text: str) -> Any:
+    """Return a setting of a layout as ``megapg.session`` takes it."""
+    if name in _STAGES and callable(value):
+        return value
+    if name in (*_LISTS, *_STAGES):
+        numbers = value.split("-") if isinstance(value, str) else value
+        numbers = [numbers] if isinstance(numbers, int) else numbers
+        if not all(str(each).isdecimal() for each in numbers):
+            raise ParityInputError(
+                f"layout {text!r}: {name} takes whole numbers joined by -, such as {name}=0-1."
+            )
+        found = tuple(int(each) for each in numbers)
+        return Stages(found) if name in _STAGES else found
+    if name in ("order", "hybrid_cp"):
+        return value
+    return _size(value, name, text)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return "-".join(map(str, value))
+    return getattr(value, "__name__", str(value))
 
 
 def _words(text: str) -> dict[str, Option]:
@@ -132,7 +170,7 @@ def _value(text: str) -> Option:
     return int(text) if text.isdecimal() else _WORDS.get(text.lower(), text)
 
 
-def _size(value: Option, name: str, text: str) -> int:
+def _size(value: object, name: str, text: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ParityInputError(f"layout {text!r}: {name} must be a whole number from 1.")
     return value

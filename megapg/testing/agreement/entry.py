@@ -18,7 +18,7 @@ from megapg.launch.environment import overridden
 from megapg.launch.process import ranks_said
 from megapg.testing import _ranks
 from megapg.testing._guard import preloaded
-from megapg.testing.agreement.cases import LayoutCase, Named, Option, named, parse_layout
+from megapg.testing.agreement.cases import LayoutCase, Named, Setting, named, parse_layout
 from megapg.testing.agreement.comparison import (
     CHECKS,
     REFERENCE,
@@ -58,7 +58,7 @@ _PRELOAD = (_RUN_RANK.place,)
 
 def parity(
     build: Build | str,
-    layouts: Iterable[str | Mapping[str, Option]],
+    layouts: Iterable[str | Mapping[str, Setting]],
     *,
     step: Step | str | None = None,
     sample: Sample | str | None = None,
@@ -89,7 +89,11 @@ def parity(
             it returns the list of chunks. Or the name of a built-in model (``"gpt"``, ``"moe"``,
             ``"t5"``), or ``"train.py:build"``.
         layouts: sizes, such as ``"tp=2 pp=2"``. The world size is their product, times ``dp=``.
-            Words that are no sizes are passed to ``build``: ``"tp=2 sequence_parallel"``.
+            Every setting of :func:`megapg.session` is a size here: ``"dp=4
+            optimizer_instances=2"``, ``"tp=2 pp=2 order=tp-cp-ep-pp-dp"``. The embedding groups
+            take the numbers of stages: ``"pp=3 embedding_ranks=0-1"``. Other words are passed to
+            ``build``, in this layout only: ``"tp=2 sequence_parallel"``. Settings of the model
+            belong into ``options``.
         step: ``step(model, batch, pg)`` runs one chunk on one sample. It returns the loss on the
             last pipeline stage, and the model's output before it. Default: next-token loss.
         sample: ``sample(n)`` makes sample n of the global batch. Default: random tokens.
@@ -135,6 +139,13 @@ def parity(
         chosen: Precision = "float64" if job.double else "float32"
         judge = Judge(reference, TOLERANCE[chosen])
         reports = [_compare(job, each, cases, judge, deadline, say) for each in range(len(cases))]
+    for case, report in zip(cases, reports, strict=True):
+        if case.options and not report.agrees:
+            notes.append(
+                f"{case.text}: {', '.join(case.options)} went to build in this layout and not on "
+                "one rank, so the two models may differ. Set what changes the model in build, or "
+                "by options= of parity()."
+            )
     losses = reference.losses.values()
     loss = sum(losses) / len(losses)
     return ParityReport(chosen, judge.tolerance, job.samples, loss, tuple(reports), tuple(notes))

@@ -118,7 +118,7 @@ class ParityReport:
             + ("agrees" if layout.agrees else "differs in " + _names(layout.wrong))
             for layout in self.layouts
         ]
-        return "\n".join([*lines, *self.findings()])
+        return "\n".join([*lines, *self.findings(), *self.notes])
 
     def findings(self) -> list[str]:
         """One line per layout that does not agree: the first finding, and the checks after it."""

@@ -28,8 +28,8 @@ from megatron.core.utils import unwrap_model
 
 import megapg
 from megapg.collection import ProcessGroupCollection
-from megapg.errors import CheckpointError, ParityInputError
-from megapg.megatron import schedule_collection
+from megapg.errors import CheckpointError, LayoutError, ParityInputError
+from megapg.megatron import check_embeddings, schedule_collection
 from megapg.testing import megatron_on_cpu
 from megapg.testing.agreement import inputs
 from megapg.testing.agreement.built_in import next_token, random_tokens
@@ -125,6 +125,10 @@ class Trial:
             else:
                 made = build(pg, **options)
         chunks = inputs.chunks_of(made, case, pg)
+        try:
+            check_embeddings(chunks)
+        except LayoutError as error:
+            raise ParityInputError(f"layout {case.text!r}: {error}") from error
         for module in (module for chunk in chunks for module in chunk.modules()):
             without_dropout(module)
             without_dropout(getattr(module, "config", None))
@@ -190,7 +194,11 @@ class Trial:
         held.weights.append(weights)
 
     def _wrapped(self) -> list[Any]:
-        config = DistributedDataParallelConfig(use_distributed_optimizer=self._distributed)
+        instances = self._case.layout.optimizer_instances if self._distributed else 1
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=self._distributed,
+            num_distributed_optimizer_instances=instances,
+        )
         wrapped = [
             DistributedDataParallel(
                 self._config, config, chunk, disable_bucketing=stage > 0, pg_collection=self._pg
