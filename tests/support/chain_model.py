@@ -1,6 +1,6 @@
 """The jobs of a chain: a small Megatron-core GPT that trains, on one layout after the other.
 
-A :class:`Chain` says what is trained, by which optimizer, and on which layouts. A :class:`Job` is
+A :class:`Chain` names the model, the optimizer and the layouts. A :class:`Job` is
 one rank's part of it on one layout: model, optimizer, scheduler and Megatron-core's schedule.
 """
 
@@ -24,6 +24,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -66,7 +67,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Chain:
-    """What is trained, how, and on which layouts: A, then B, then C, then A again.
+    """A training, and its layouts: A, then B, then C, then A again.
 
     Attributes:
         model: "dense", "gqa", "moe", "moe some" (experts in every other layer) or "mtp".
@@ -74,7 +75,7 @@ class Chain:
         optimizer: a name of :data:`OPTIMIZERS`.
         form: "plain" is no distributed optimizer; the others are forms of its state.
         explicit: save and load with the collection alone; Megatron's globals are not set.
-        decoupled: the embeddings have a learning rate of their own.
+        decoupled: the embeddings have another learning rate.
         keep: how many checkpoints a save keeps.
     """
 
@@ -244,6 +245,7 @@ OPTIMIZERS = {
     "adamw": (None, {}),
     "adam": (None, {"decoupled_weight_decay": False}),
     "sgd": (None, {"optimizer": "sgd"}),
+    "layer wise": (None, {}),  # as Muon has it, around AdamW
     "te": ("te", {}),
     "te main": ("te-main", {}),
     "apex": ("apex", {}),
@@ -334,9 +336,13 @@ class Job:
             [each.no_sync for each in self.chunks] if layout.vpp else self.chunks[0].no_sync
         )
         config.finalize_model_grads_func = finalize_model_grads
+        settings = optimizer_config(chain)
         self.optimizer = get_megatron_optimizer(
-            optimizer_config(chain), self.chunks, use_gloo_process_groups=False, pg_collection=pg
+            settings, self.chunks, use_gloo_process_groups=False, pg_collection=pg
         )
+        if chain.optimizer == "layer wise":
+            parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+            self.optimizer = LayerWiseDistributedOptimizer(parts, settings, pg)
         config.grad_scale_func = self.optimizer.scale_loss
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
@@ -523,6 +529,8 @@ def fits(layout, chain, trains=True):
         return False
     if chain.model == "gqa" and layout.tp > 2:
         return False
+    if chain.model == "mtp" and chain.tied and layout.pp > 1:
+        return False  # Megatron-core's own sharded_state_dict fails
     stages = layout.pp * (layout.vpp or 1)
     if chain.layers % 2:
         return stages <= 2 and layout.vpp is None
@@ -539,8 +547,8 @@ def draw_chain(choose):
     form = choose(FORMS)
     names = [name for name in OPTIMIZERS if _can_have(name, form)]
     optimizer = choose(names)
-    dtypes = ("bf16",) if optimizer.startswith("offload") else DTYPES
-    chain = replace(chain, form=form, optimizer=optimizer, dtype=choose(dtypes))
+    dtype = choose(_dtypes(optimizer))
+    chain = replace(chain, form=form, optimizer=optimizer, dtype=dtype)
     chain = replace(chain, explicit=choose((False, True)), decoupled=choose((False, True)))
     chain = replace(chain, keep=choose((None, 1)))
     layouts = (*_DENSE, *_EXPERTS) if model.startswith("moe") else _DENSE
@@ -555,9 +563,15 @@ def draw_chain(choose):
     return replace(chain, layouts=(first, choose(others), choose(others)))
 
 
+def _dtypes(optimizer):
+    if optimizer == "layer wise":
+        return ("fp32",)
+    return ("bf16",) if optimizer.startswith("offload") else DTYPES
+
+
 def _can_have(optimizer, form):
     _, settings = OPTIMIZERS[optimizer]
-    if settings.get("optimizer") == "sgd":
+    if settings.get("optimizer") == "sgd" or optimizer == "layer wise":
         return form == "plain"
     return form != "plain" or not settings.get("use_precision_aware_optimizer")
 
@@ -569,7 +583,7 @@ def can_run(chain):
         fits(first, chain)
         and all(fits(each, chain, trains=False) for each in others)
         and _can_have(chain.optimizer, chain.form)
-        and (chain.dtype == "bf16" or not chain.optimizer.startswith("offload"))
+        and chain.dtype in _dtypes(chain.optimizer)
         and (chain.trains != "experts" or chain.model.startswith("moe"))
     )
 

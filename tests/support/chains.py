@@ -2,11 +2,11 @@
 
 The kinds of outcomes:
 
-* exact: every tensor of the three checkpoints is the same bit for bit, and so is the state on A,
-  with its next three losses and norms. Every trait of the live parameter groups stays.
+* exact: every tensor of the three checkpoints has the same bits. So has the state on A, with its
+  next three losses and norms. Every trait of the live parameter groups stays.
 * rounded: the same, but for states whose type has to be rounded anew at each load.
-* refused: megapg refused a save or a load by an error of its own, before anything was changed, and
-  the last checkpoint before that loads on A.
+* refused: megapg refused a save or a load with one of its errors. Nothing was changed, and the last
+  checkpoint before that loads on A.
 * not built: Megatron-core can't build, describe or train such a job.
 * wrong: anything else.
 """
@@ -88,7 +88,7 @@ class Team:
 
 @dataclass
 class Told:
-    """What one rank found in a leg. ``at`` is the thing it did last."""
+    """The findings of one rank in a leg. ``at`` is its last action."""
 
     at: str = "build"
     error: str = ""
@@ -256,7 +256,10 @@ class _Run:
             if changed:
                 return Outcome("wrong", f"{name} save", f"the save changed {changed[:4]}")
             return None
-        rank, worst = next(((r, e) for r, e in errors if e.bug), errors[0])
+        # The other ranks lose their peer.
+        first = [each for each in errors if "Connection closed by peer" not in each[1].error]
+        first = first or errors
+        rank, worst = next((each for each in first if each[1].bug), first[0])
         where, reason = f"{name} {worst.at}", f"rank {rank}: {worst.error}"
         if worst.at in ("build", "describe") or (building and worst.at == "train"):
             return Outcome("not built", where, reason)
@@ -300,7 +303,7 @@ class _Run:
         return None
 
     def _steps(self):
-        """Return what is wrong with the first checkpoint by itself: holes, and other steps."""
+        """Return the faults of the first checkpoint: parts that are missing, and other steps."""
         found = ()
         if self.team.rank == 0:
             least = 1 if self.chain.trains == "all" else 0  # layers that are frozen are absent

@@ -1,11 +1,11 @@
 """STAND-INS of the fused optimizers of Transformer Engine and Apex, in plain torch on a CPU.
 
 Nothing here is the real part. The real classes take CUDA tensors only, and Megatron-core prefers
-them wherever they are installed. A stand-in has what a checkpoint can see of the real class: its
-base class, constructor, states with their types, the step in the parameter group, and its own
-methods. A result that was found with a stand-in says so.
+them wherever they are installed. A stand-in has the parts of the real class that a checkpoint
+meets: base class, constructor, states with their types, the step in the parameter group, and
+methods for scaled states. A result that was found with a stand-in says so.
 
-The optimizers that Megatron-core can make, and what they need on a machine without a GPU:
+Megatron-core can make these optimizers. On a machine without a GPU they need:
 
 ================================  ==============  ==============================================
 optimizer                         core            needs
