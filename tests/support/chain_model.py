@@ -550,6 +550,8 @@ def draw_chain(choose):
     dtype = choose(_dtypes(optimizer))
     chain = replace(chain, form=form, optimizer=optimizer, dtype=dtype)
     chain = replace(chain, explicit=choose((False, True)), decoupled=choose((False, True)))
+    if model == "mtp":  # Megatron-core gives a copy of the embedding the other learning rate
+        chain = replace(chain, decoupled=False)
     chain = replace(chain, keep=choose((None, 1)))
     layouts = (*_DENSE, *_EXPERTS) if model.startswith("moe") else _DENSE
     if choose((True, False)):

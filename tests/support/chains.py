@@ -288,14 +288,16 @@ class _Run:
     def _compared(self, begun, ended):
         """Compare the last leg with the first, which is on the same layout."""
         steps, rounded = self._steps(), self.chain.optimizer in ROUNDED
-        for rank, (one, other) in enumerate(zip(begun, ended, strict=True)):
-            if one.state is None:
-                continue
+        ranks = range(self.chain.layouts[0].world)
+        for rank in ranks:
+            one, other = begun[rank], ended[rank]
             found = _differences(one.state, other.state)
             if rounded:  # the next steps differ as well
                 found = tuple(each for each in found if not _SCALED.match(each))
             if found:
                 return Outcome("wrong", "A again load", f"rank {rank}: {'; '.join(found[:4])}")
+        for rank in ranks:
+            one, other = begun[rank], ended[rank]
             if one.losses != other.losses and not (rounded and _close(one.losses, other.losses)):
                 return Outcome("wrong", "A again train", f"{one.losses} -> {other.losses}")
         if found := _holes(begun) or steps:
