@@ -32,7 +32,7 @@ from megapg.collection.membership import Membership as Membership
 from megapg.collection.membership import ProcessGroup as ProcessGroup
 from megapg.collection.membership import check_registered
 from megapg.collection.membership import membership as membership
-from megapg.errors import ForeignGroupError, MissingGroupError, UnknownFieldError
+from megapg.errors import ForeignGroupError, MissingGroupError, UnknownFieldError, did_you_mean
 from megapg.layout import FIELDS, Field, GroupName, ParallelLayout
 
 if TYPE_CHECKING:
@@ -310,7 +310,11 @@ class ProcessGroupCollection:
             # Called only if normal lookup fails: for an absent field, or a name that is no field.
             if name in FIELDS:
                 raise self._missing(self._absent(type(self).__name__, [name]))
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            own = f"{type(self).__name__} has no attribute {name!r}"
+            if hasattr(dist.ProcessGroup, name):
+                raise AttributeError(f"{own}: a process group has. Pass one group: group=pg.tp.")
+            meant = "" if name.startswith("_") else did_you_mean(name, FIELDS)
+            raise AttributeError(f"{own}; {meant}" if meant else own)
 
     @override
     def __eq__(self, other: object) -> bool:

@@ -29,7 +29,7 @@ from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.plan import Communicator
 from megapg.communicators.world import World
 from megapg.errors import RendezvousError, SessionError, TeardownError
-from megapg.ownership import offload
+from megapg.ownership import hints, offload
 from megapg.ownership.offload import How
 from megapg.ownership.steps import Steps
 from megapg.rendezvous.coordinator import Coordinator
@@ -140,6 +140,7 @@ class Closing(abc.ABC):
     def _close(self, error: BaseException | None) -> None:
         if self.closed:
             return
+        explain(error or sys.exception())  # the latter in ``finally: session.close()``
         if error is None:
             for each in (*self._dependents(), self):
                 each._refuse_to_close()
@@ -444,6 +445,13 @@ def open_owners() -> list[Closing]:
     return [o for o in opened if not o.closed and o._lease.pid == os.getpid()]
 
 
+def explain(error: BaseException | None) -> None:
+    """Add a note to an error of Megatron-core or torch that a step of megapg's would cure."""
+    if error is not None:
+        live = [owner for owner in open_owners() if owner._state is LeaseState.LIVE]
+        hints.explain(error, [owner._title for owner in live])
+
+
 # Callbacks: (after an owner opened its groups, after it closed or lost them).
 _LISTENERS: list[tuple[Callable[[], None], Callable[[], None]]] = []
 
@@ -481,6 +489,10 @@ def _close_at_exit() -> None:
 
 def _drop_at_exit(owner: Closing) -> None:
     how = "was still open when Python ended"
+    if (error := getattr(sys, "last_value", None)) is not None:  # Python has printed it already
+        explain(error)
+        if hints.has_note(error):
+            logger.warning("%s: %s", error, error.__notes__[-1])
     try:
         warnings.warn(owner._warning(how), ResourceWarning, stacklevel=1)
     finally:  # also if warnings are errors

@@ -33,6 +33,7 @@ from megapg.communicators.options import CommunicatorOptions
 from megapg.communicators.warm_up import HealthReport
 from megapg.errors import RendezvousError, SessionError, UnsupportedOptionError
 from megapg.ownership import offload
+from megapg.ownership.closing import explain
 from megapg.ownership.foreign import admit, check_foreign
 from megapg.ownership.joint_meeting import (
     Invitation,
@@ -354,6 +355,7 @@ class JointGroup:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        explain(error)
         try:
             self.close(error)
         except Exception as trouble:

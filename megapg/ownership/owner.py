@@ -13,13 +13,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
 from megapg.collection import LeaseState, ProcessGroup, ProcessGroupCollection
 from megapg.communicators.plan import Communicator
 from megapg.communicators.warm_up import HealthReport, Opened, WarmUpReport, probe, warm_up
 from megapg.communicators.world import World
-from megapg.errors import RendezvousError, SessionError
+from megapg.errors import MissingGroupError, RendezvousError, SessionError
+from megapg.layout import FIELDS
 from megapg.ownership import offload
 from megapg.ownership.closing import Closing, raise_first, raise_interruption
 from megapg.ownership.holders import References
@@ -53,6 +54,16 @@ class Owner(Closing):
         super().__init__(title, world, timeout, signals)
         self._given = References()
         self._on_resume: list[Callable[[ProcessGroupCollection], object]] = []
+
+    if not TYPE_CHECKING:  # otherwise a type checker would accept any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in FIELDS or hasattr(ProcessGroupCollection, name):
+                raise MissingGroupError(
+                    f"{type(self).__name__} has no {name!r}: its collection has. Pass "
+                    "session.groups instead of the session."
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- what differs ------------------------------------------------------------------------
 
