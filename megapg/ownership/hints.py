@@ -24,7 +24,7 @@ _HINTS = (
     ),
     (
         r"<(ProcessGroupCollection|Session|JointGroup)\b|ProcessGroupCollection\.(size|rank)\(\)",
-        "torch.distributed.distributed_c10d",
+        "torch.distributed",
         "torch takes one process group here, not an object that holds groups. Pass a field: "
         "group=pg.tp, group=session.groups.tp, or group=joint.group.",
     ),
@@ -53,7 +53,7 @@ def explain(error: BaseException, titles: Sequence[str]) -> None:
         return
     are = f"{' and '.join(titles)} {'is' if len(titles) == 1 else 'are'} open"
     for pattern, module, text in _HINTS:
-        if re.search(pattern, str(error)) and module in ("", _raised_in(error)):
+        if re.search(pattern, str(error)) and _raised_in(error).startswith(module):
             note(error, text.format(open=are))
 
 

@@ -44,6 +44,7 @@ from megapg.ownership.joint_meeting import (
     prefix_of,
     title_of,
 )
+from megapg.ownership.lost import of_torch
 from megapg.ownership.sides import Sides
 from megapg.ownership.validate import check_waits
 from megapg.rendezvous.problems import culprits, told
@@ -79,8 +80,7 @@ class _Open:
         finally:
             self.destroy(abort=alone or error is not None or bool(problems) or not ended)
         if isinstance(error, Exception) and meeting is not None:
-            of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
-            wait = min(self.terms.timeout, _NEWS_WAIT) if of_torch else 0.0
+            wait = min(self.terms.timeout, _NEWS_WAIT) if of_torch(error) else 0.0
             if news := told(meeting.coordinator.news(wait=wait), meeting.sides):
                 error.add_note(f"{self.terms.title}, the other ranks: {news}.")
         return problems
