@@ -73,7 +73,7 @@ class Sizes:
     ranks: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        follows = not self.expt_tp
+        follows = not self.expt_tp  # the caller left it to follow tp
         vars(self)["expt_tp"] = self.expt_tp or self.tp
         vars(self)["order"] = self.order.lower()
         vars(self)["hierarchical_cp"] = tuple(self.hierarchical_cp or ())
@@ -177,11 +177,7 @@ class Sizes:
         return " x ".join(shown), math.prod(sizes.values())
 
     def _suggest(self, follows: bool) -> str:
-        """Return the nearest layouts that fit: other world sizes first, then other single sizes.
-
-        Args:
-            follows: True if the caller left ``expt_tp`` to follow ``tp``.
-        """
+        """Return the nearest layouts that fit: other world sizes first, then other single sizes."""
         instances = self.optimizer_instances
         dense = self.tp * self.gtp_remat * self.pp * math.lcm(self.cp, instances)
         expert = self.expt_tp * self.ep * self.expt_gtp_remat * self.pp * instances

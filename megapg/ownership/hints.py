@@ -43,12 +43,7 @@ def note(error: BaseException, text: str) -> None:
 
 
 def explain(error: BaseException, titles: Sequence[str]) -> None:
-    """Add the missing step to an error of Megatron-core or torch.
-
-    Args:
-        error: any error. Most get no note.
-        titles: of the owners whose groups are open.
-    """
+    """Add the missing step to an error, given the titles of the owners that are open."""
     if not titles or has_note(error):
         return
     are = f"{' and '.join(titles)} {'is' if len(titles) == 1 else 'are'} open"

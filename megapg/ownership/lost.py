@@ -35,12 +35,6 @@ def report(
     """Name the collective in a note, and log the ranks of this host that have died.
 
     The log comes before any wait: a launcher stops this process soon after another one died.
-
-    Args:
-        title: of the owner.
-        error: why the groups are closed. Most errors are no concern of this function.
-        groups: of the owner.
-        coordinator: connected to the other ranks, or None.
     """
     if not (of_torch(error) or isinstance(error, SignalExit)):
         return

@@ -290,11 +290,7 @@ class Gathering:
         }
 
     def died(self, *, wait: float) -> dict[int, str]:
-        """Return the ranks on this host whose process has died without a report.
-
-        Args:
-            wait: the longest wait in seconds, for a process that is about to end.
-        """
+        """Return the ranks on this host that died without a report; wait for those about to end."""
         if len(self._ranks) > LARGE:  # the store is too slow if every rank reads all hellos
             return {}
         found: dict[int, str] = {}

@@ -218,9 +218,8 @@ def test_an_error_in_build_shows_the_last_lines_of_the_users_code():
     )
 
 
-@pytest.mark.contract
 def test_other_globals_name_the_reads_that_took_them():
-    report = parity("gpt", ["tp=2"], global_sizes={"tp": 1})
+    report = parity("gpt", ["tp=2"], global_sizes={"tp": 1})  # since 0.19 gpt agrees all the same
     (line,) = report.findings()
     assert re.search(r"Took the globals: .*megatron\.core\.[\w.]+:\d+ \(get_\w+\)", line)
     check_schema(json.loads(json.dumps(report.as_dict())), SCHEMA)

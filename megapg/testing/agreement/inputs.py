@@ -37,16 +37,6 @@ def naming(what: str, hint: str = "") -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def placing() -> Iterator[None]:
-    """Note on errors of the block the lines of the user's code."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(places(error))
-        raise
-
-
 def places(error: BaseException) -> str:
     """Return the last lines of the user's code that an error passed, innermost last."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -84,10 +84,7 @@ def run_rank(job: Job, case: LayoutCase, number: int | None) -> None:
 
 @contextlib.contextmanager
 def _globals(job: Job, case: LayoutCase, pg: ProcessGroupCollection, held: Held) -> Iterator[None]:
-    """Make Megatron's globals return these groups, or groups of other sizes.
-
-    With other sizes, the reads of fields that differ are kept.
-    """
+    """Make Megatron's globals return these groups; or groups of other sizes, and keep the reads."""
     if job.global_sizes is None or case.world_size == 1:
         with megapg.published(pg):
             yield
@@ -228,7 +225,7 @@ class Trial:
 
         def forward_step(batches: Iterator[tuple[int, Batch]], model: Any) -> Any:
             number, batch = next(batches)
-            with outputs.at(number), inputs.placing():
+            with outputs.at(number):
                 output = step(model, batch, pg)
             return output, partial(self._loss, losses, number)
 
@@ -289,10 +286,13 @@ class Outputs:
 
     @contextlib.contextmanager
     def at(self, sample: int) -> Iterator[None]:
-        """Record the outputs of the block's forward pass for this sample."""
+        """Record the outputs of the block's forward pass for this sample. Errors get places."""
         self._sample = sample
         try:
             yield
+        except Exception as error:
+            error.add_note(inputs.places(error))
+            raise
         finally:
             self._sample = None
 
