@@ -27,7 +27,7 @@ from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.plan import Communicator
 from megapg.communicators.world import World
 from megapg.errors import RendezvousError, SessionError, TeardownError
-from megapg.ownership import hints, lost, offload
+from megapg.ownership import dead_ranks, hints, offload
 from megapg.ownership.offload import How
 from megapg.ownership.steps import Steps
 from megapg.rendezvous.coordinator import Coordinator
@@ -161,7 +161,7 @@ class Closing(abc.ABC):
             alone: see :func:`leave`.
         """
         if error is not None:
-            lost.report(self._title, error, self._made, self._coordinator)
+            dead_ranks.report(self._title, error, self._made, self._coordinator)
         unfinished: list[BaseException] = []
         cause = self._close_dependents(unfinished, error, alone)
         coordinator, problems, parted = self._coordinator, dict[int, str](), False
@@ -232,8 +232,8 @@ class Closing(abc.ABC):
             with self._kept(unfinished):
                 leave(dependent) if alone else dependent._close(error)
             if unfinished and error is None:
-                parted = isinstance(unfinished[-1], RendezvousError)
-                error = unfinished[-1] if parted else _interruption(unfinished)
+                lost = isinstance(unfinished[-1], RendezvousError)
+                error = unfinished[-1] if lost else _interruption(unfinished)
         return error
 
     def _not_in_order(self, problems: Mapping[int, str]) -> RendezvousError:
@@ -314,14 +314,14 @@ class Closing(abc.ABC):
         if coordinator is None:
             return
         if isinstance(error, Exception):
-            if news := coordinator.news(wait=wait if lost.of_torch(error) else 0.0):
+            if news := coordinator.news(wait=wait if dead_ranks.of_torch(error) else 0.0):
                 error.add_note(f"{self._title}, the other ranks: {told(news)}.")
         elif error is None and any(map(of_a_communicator, problems.values())):
             problems.update(coordinator.news(wait=wait))
 
     def _leave_without_the_main_thread(self, error: SignalExit) -> None:
         """Abort from another thread if the main thread is stuck: notify ranks, cancel work."""
-        lost.report(self._title, error, self._made, self._coordinator)
+        dead_ranks.report(self._title, error, self._made, self._coordinator)
         self._part(error)
         self._lease.wind_up(error, [])
         for _, group in self._made:

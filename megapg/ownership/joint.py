@@ -34,6 +34,7 @@ from megapg.communicators.warm_up import HealthReport
 from megapg.errors import RendezvousError, SessionError, UnsupportedOptionError
 from megapg.ownership import offload
 from megapg.ownership.closing import explain
+from megapg.ownership.dead_ranks import of_torch
 from megapg.ownership.foreign import admit, check_foreign
 from megapg.ownership.joint_meeting import (
     Invitation,
@@ -44,7 +45,6 @@ from megapg.ownership.joint_meeting import (
     prefix_of,
     title_of,
 )
-from megapg.ownership.lost import of_torch
 from megapg.ownership.sides import Sides
 from megapg.ownership.validate import check_waits
 from megapg.rendezvous.problems import culprits, told
