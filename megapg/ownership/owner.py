@@ -38,7 +38,21 @@ logger = logging.getLogger(__name__)
 _OnResume = TypeVar("_OnResume", bound=Callable[[ProcessGroupCollection], object])
 
 
-class Owner(Closing):
+class _NoCollection:
+    """Says what to pass if an owner is used in place of its collection."""
+
+    if not TYPE_CHECKING:  # otherwise a type checker would accept any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in FIELDS or hasattr(ProcessGroupCollection, name):
+                raise MissingGroupError(
+                    f"{type(self).__name__} has no {name!r}: its collection has. Pass "
+                    "session.groups instead of the session."
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+class Owner(_NoCollection, Closing):
     """Open process groups and the duty to close them.
 
     An owner that is dropped without :meth:`close`, or is still open when Python exits, is closed as
@@ -54,16 +68,6 @@ class Owner(Closing):
         super().__init__(title, world, timeout, signals)
         self._given = References()
         self._on_resume: list[Callable[[ProcessGroupCollection], object]] = []
-
-    if not TYPE_CHECKING:  # otherwise a type checker would accept any name
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if name in FIELDS or hasattr(ProcessGroupCollection, name):
-                raise MissingGroupError(
-                    f"{type(self).__name__} has no {name!r}: its collection has. Pass "
-                    "session.groups instead of the session."
-                )
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # -- what differs ------------------------------------------------------------------------
 
