@@ -249,7 +249,7 @@ def trained(
         return found
     places = pieces.parameters_of(model_state)
     for weight in {weight for leaf in leaves_of(optimizer) for weight in _weights_of(leaf)}:
-        if weight in places and is_main_replica(places[weight].replica_id):
+        if weight.numel() and weight in places and is_main_replica(places[weight].replica_id):
             for tensor in pieces.tensors_of(places[weight]):
                 found[tensor.key] += math.prod(tensor.local_shape)
     return found
