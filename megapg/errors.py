@@ -33,16 +33,29 @@ class UnknownFieldError(MegapgError, ValueError):
 
     @classmethod
     def of(cls, name: str, fields: Sequence[str], *, where: str = "") -> Self:
-        """Return the error for ``name``, with the field that is spelt most like it.
+        """Return the error for ``name``, with the field that it most likely means.
 
         Args:
             name: what was asked for.
             fields: the names that exist.
             where: the beginning of the message.
         """
-        close = difflib.get_close_matches(str(name).lower(), fields, n=1)
-        meant = f"did you mean {close[0]!r}? The" if close else "the"
-        return cls(f"{where}{name!r} is no field; {meant} fields are {', '.join(fields)}.")
+        meant = did_you_mean(name, fields) or f"the fields are {', '.join(fields)}."
+        return cls(f"{where}{name!r} is no field; {meant}")
+
+
+_WORDS = {"tensor": "tp", "pipeline": "pp", "data": "dp", "context": "cp", "expert": "ep"}
+
+
+def did_you_mean(name: str, fields: Sequence[str]) -> str:
+    """Return "did you mean ...?" with the field that a name most likely means, or nothing.
+
+    Understands Megatron's words as well, such as ``tensor`` and ``tensor_model_parallel_group``.
+    """
+    words = str(name).lower().split("_")
+    short = [_WORDS.get(w, w) for w in words if w not in ("model", "parallel", "group")]
+    close = difflib.get_close_matches("_".join(short) or "mp", fields, n=1)
+    return f"did you mean {close[0]!r}?" if close else ""
 
 
 class MissingGroupError(MegapgError, AttributeError):

@@ -56,7 +56,7 @@ from megapg.checkpoint.planning import Item
 from megapg.checkpoint.reshard import FORM, OptimizerSharding
 from megapg.checkpoint.steps import STEP, counts_by_parameter, inners_of, set_step, step_of
 from megapg.collection import ProcessGroupCollection
-from megapg.errors import CheckpointError, UnsupportedOptionError
+from megapg.errors import CheckpointError, CheckpointMismatchError, UnsupportedOptionError
 from megapg.rng import replicas
 
 # -- save and load ---------------------------------------------------------------------------------
@@ -197,13 +197,16 @@ def sharded_state(
         for number, leaf in enumerate(members):
             if leaf not in leaves:
                 continue
-            # For other optimizers, is_loading=True only adds a call of init_state_fn. prepare()
-            # replaces it: with torch's optimizers it leaves the step out, and for SGD it is None.
-            part = leaf.sharded_state_dict(
-                model_state,
-                is_loading=is_loading and isinstance(leaf, DistributedOptimizer),
-                metadata=dict(metadata),
-            )
+            # is_loading=True makes room for what would be gathered. It also calls init_state_fn,
+            # which prepare() replaces, and loads the live state, which merges groups alike.
+            to_load = is_loading and metadata.get(FORM) == "fully_reshardable"
+            keeping = matched_groups(leaf, leaf.optimizer.param_groups)
+            with keeping if to_load else contextlib.nullcontext():
+                part = leaf.sharded_state_dict(
+                    model_state,
+                    is_loading=to_load and isinstance(leaf, DistributedOptimizer),
+                    metadata=dict(metadata),
+                )
             if len(members) > 1 and _is_prefixed(metadata):
                 add_prefix_for_sharding(part, f"chained_{number}.")
             parts.append(part)
@@ -249,7 +252,7 @@ def trained(
         return found
     places = pieces.parameters_of(model_state)
     for weight in {weight for leaf in leaves_of(optimizer) for weight in _weights_of(leaf)}:
-        if weight in places and is_main_replica(places[weight].replica_id):
+        if weight.numel() and weight in places and is_main_replica(places[weight].replica_id):
             for tensor in pieces.tensors_of(places[weight]):
                 found[tensor.key] += math.prod(tensor.local_shape)
     return found
@@ -471,26 +474,39 @@ def _load(leaf: Any, part: dict[str, Any], step: float | None) -> None:
 
 def _load_distributed(leaf: Any, part: dict[str, Any]) -> None:
     """Load in two calls, because the call that takes the tensors fails on a step among them."""
-    held = part["param_state"].get("held")
-    load = {
-        "fully_reshardable": leaf.load_parameter_state_from_fully_reshardable,
-        "dp_reshardable": leaf.load_parameter_state_from_dp_reshardable,
-    }[part[PART_FORM]]
     leaf.load_state_dict({key: v for key, v in part.items() if not key.startswith("param_state")})
-    counting = [state for state in leaf.optimizer.state.values() if STEP in state]
-    steps = [state.pop(STEP) for state in counting]
+    state = part["param_state"]
+    counting = [each for each in leaf.optimizer.state.values() if STEP in each]
+    steps = [each.pop(STEP) for each in counting]
     try:
-        if held is None:
-            load(part["param_state"])
+        if part[PART_FORM] == "dp_reshardable":
+            _load_buckets(leaf, state)
+        elif "held" in state:
+            state["held"].put(leaf)
         else:
-            held.put(leaf)
+            leaf.load_parameter_state_from_fully_reshardable(state)
         if hasattr(leaf.optimizer, "sub_optimizers"):
-            for state in leaf.optimizer.state.values():
-                state.pop("padding", None)  # Megatron-core's mark, which it puts there
             leaf.optimizer._sync_hdo_state_to_sub_optimizers()
     finally:
-        for state, step in zip(counting, steps, strict=True):
-            state[STEP] = step
+        for each, step in zip(counting, steps, strict=True):
+            each[STEP] = step
+
+
+def _load_buckets(leaf: Any, state: Mapping[Any, Any]) -> None:
+    """Load the form ``dp_reshardable``. Megatron-core 0.16 takes its mark of padding for state."""
+    saved, ours = state["per_bucket_numel_unpadded"], leaf.per_bucket_numel_unpadded
+    if saved != ours:
+        raise CheckpointMismatchError(
+            f"the buckets of the distributed optimizer have {ours} elements, and had {saved}. Set "
+            "bucket_size, and what else cuts buckets, as it was."
+        )
+    for number, ranges_of_buffer in enumerate(leaf.gbuf_ranges):
+        for dtype, buckets in ranges_of_buffer.items():
+            for bucket, read in zip(buckets, state[number][dtype], strict=True):
+                parts = [each for each in read if not each["padding"]]
+                for parameter, part in zip(bucket["param_map"], parts, strict=True):
+                    tensors = {k: v for k, v in part.items() if k not in ("padding", STEP)}
+                    leaf._set_main_param_and_optimizer_states(parameter, tensors)
 
 
 def _apart(value: Any) -> Any:

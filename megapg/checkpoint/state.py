@@ -21,6 +21,7 @@ from megapg.errors import (
     PublishedError,
     UnsupportedOptionError,
 )
+from megapg.megatron.embeddings import check_embeddings
 from megapg.megatron.publish import published
 
 CHECKPOINT_VERSION = 3.0
@@ -145,10 +146,11 @@ def chunks_of(model: Sequence[torch.nn.Module] | torch.nn.Module) -> list[torch.
 
 
 def check_groups(chunks: Sequence[torch.nn.Module], pg: ProcessGroupCollection) -> None:
-    """Refuse groups that the model was not built with.
+    """Refuse groups that the model was not built with, or that leave out copies of its embedding.
 
     Raises:
         CheckpointError: names both groups.
+        LayoutError: a stage has a copy of the embedding, and is not in the group for it.
     """
     for chunk in utils.unwrap_model(list(chunks)):
         for field in ("tp", "pp", "ep"):
@@ -161,6 +163,7 @@ def check_groups(chunks: Sequence[torch.nn.Module], pg: ProcessGroupCollection) 
                     f"the model was built with {field} group {list(built)}, and pg_collection has "
                     f"{list(pg.ranks(field))}. Pass the collection that the model was built with."
                 )
+    check_embeddings(chunks)
 
 
 def check_extra(extra: Mapping[str, object]) -> None:

@@ -53,7 +53,8 @@ def set_step(leaf: Any, step: float | None, by_parameter: Sequence[bool]) -> Non
 
     Args:
         by_parameter: for each of them, the result of :func:`counts_by_parameter` before
-            Megatron-core loaded a state, which puts a step everywhere.
+            Megatron-core loaded a state, which puts a step everywhere. It says nothing if this
+            rank has no state.
     """
     for group in leaf.optimizer.param_groups:
         group.pop(STEP, None)  # it would not count on
@@ -65,5 +66,5 @@ def set_step(leaf: Any, step: float | None, by_parameter: Sequence[bool]) -> Non
                 state[STEP] = torch.full_like(torch.as_tensor(state[STEP]), step or 0.0)
         for group in inner.param_groups:
             group.pop(STEP, None)
-            if step is not None and not counts:
+            if step is not None and not counts and inner.state:
                 group[STEP] = int(step)

@@ -32,7 +32,7 @@ from megapg.collection.membership import Membership as Membership
 from megapg.collection.membership import ProcessGroup as ProcessGroup
 from megapg.collection.membership import check_registered
 from megapg.collection.membership import membership as membership
-from megapg.errors import ForeignGroupError, MissingGroupError, UnknownFieldError
+from megapg.errors import ForeignGroupError, MissingGroupError, UnknownFieldError, did_you_mean
 from megapg.layout import FIELDS, Field, GroupName, ParallelLayout
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ class ProcessGroupCollection:
             # Called only if normal lookup fails: for an absent field, or a name that is no field.
             if name in FIELDS:
                 raise self._missing(self._absent(type(self).__name__, [name]))
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            raise _no_attribute(type(self).__name__, name)
 
     @override
     def __eq__(self, other: object) -> bool:
@@ -379,6 +379,15 @@ class ProcessGroupCollection:
             "session (it makes every field), or pass the group: "
             f"ProcessGroupCollection.from_groups({missing[0]}=...)."
         )
+
+
+def _no_attribute(kind: str, name: str) -> AttributeError:
+    if hasattr(dist.ProcessGroup, name):
+        what = ": a process group has. Pass one group: group=pg.tp."
+    else:
+        meant = "" if name.startswith("_") else did_you_mean(name, FIELDS)
+        what = f"; {meant}" if meant else ""
+    return AttributeError(f"{kind} has no attribute {name!r}{what}")
 
 
 # id -> collection, for _after_fork(). Holds weak references.

@@ -73,10 +73,11 @@ class Sizes:
     ranks: Sequence[int] = ()
 
     def __post_init__(self) -> None:
+        follows = not self.expt_tp  # the caller left it to follow tp
         vars(self)["expt_tp"] = self.expt_tp or self.tp
         vars(self)["order"] = self.order.lower()
         vars(self)["hierarchical_cp"] = tuple(self.hierarchical_cp or ())
-        self._check_sizes()
+        self._check_sizes(follows)
         vars(self)["ranks"] = _one_form(self.ranks or range(self.world_size))
         self._check_order()
         self._check_ranks()
@@ -117,14 +118,14 @@ class Sizes:
         axes[at:at] = ["instance"]
         return Grid(tuple(axes), tuple(sizes[axis] for axis in axes))
 
-    def _check_sizes(self) -> None:
+    def _check_sizes(self, follows: bool) -> None:
         sizes = {name: getattr(self, name) for name in ("world_size", *_FACTORS)}
         sizes |= {f"hierarchical_cp[{i}]": level for i, level in enumerate(self.hierarchical_cp)}
         for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise LayoutError(f"{name}={size!r}: sizes are whole numbers from 1.")
         if problem := self._misfit():
-            raise LayoutError(f"{problem} {self._suggest()}".rstrip())
+            raise LayoutError(f"{problem} {self._suggest(follows)}".rstrip())
         whole = isinstance(self.vpp, int)
         if self.vpp is not None and (not whole or self.vpp < 1 or self.pp < 2):
             raise LayoutError(
@@ -175,7 +176,7 @@ class Sizes:
         shown = [f"{k}={n}" for k, n in sizes.items() if n > 1 or "remat" not in k]
         return " x ".join(shown), math.prod(sizes.values())
 
-    def _suggest(self) -> str:
+    def _suggest(self, follows: bool) -> str:
         """Return the nearest layouts that fit: other world sizes first, then other single sizes."""
         instances = self.optimizer_instances
         dense = self.tp * self.gtp_remat * self.pp * math.lcm(self.cp, instances)
@@ -194,6 +195,9 @@ class Sizes:
                 if other != size and self._fits(change):
                     changes.append(change)
                     break
+        for change in changes:
+            if follows and "tp" in change:
+                del change["expt_tp"]
         options = [", ".join(f"{k}={v}" for k, v in change.items()) for change in changes]
         return f"Nearest that fit: {'; or '.join(options)}." if options else ""
 

@@ -16,6 +16,8 @@ from megapg.megatron.tables import OLDEST_CORE, OLDEST_READ
 if TYPE_CHECKING:
     from types import CodeType, ModuleType
 
+    from torch import Tensor
+
     from megapg.collection import ProcessGroup, ProcessGroupCollection
 
 _PACKAGE = "megatron.core"
@@ -253,6 +255,16 @@ def losses_of_experts() -> dict[str, object]:
         found = importlib.import_module(f"{package}.moe_logging").get_moe_metrics_tracker().metrics
     except ModuleNotFoundError:
         found = importlib.import_module(f"{package}.moe_utils").get_moe_layer_wise_logging_tracker()
+    return found
+
+
+def gradients_in_norm(optimizer: object) -> list[Tensor]:
+    """Return the gradients of this rank that an optimizer counts in its norm, after a step."""
+    found: list[Tensor] = []
+    for each in getattr(optimizer, "chained_optimizers", (optimizer,)):
+        if not getattr(each, "is_stub_optimizer", False):
+            names = ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm")  # newer, older
+            found += next(getattr(each, name) for name in names if hasattr(each, name))()
     return found
 
 

@@ -21,15 +21,13 @@ from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
-import torch.distributed as dist
-
 from megapg import torch_private
 from megapg.collection import Lease, LeaseState, ProcessGroup, ProcessGroupCollection
 from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.plan import Communicator
 from megapg.communicators.world import World
 from megapg.errors import RendezvousError, SessionError, TeardownError
-from megapg.ownership import offload
+from megapg.ownership import dead_ranks, hints, offload
 from megapg.ownership.offload import How
 from megapg.ownership.steps import Steps
 from megapg.rendezvous.coordinator import Coordinator
@@ -140,6 +138,7 @@ class Closing(abc.ABC):
     def _close(self, error: BaseException | None) -> None:
         if self.closed:
             return
+        explain(error or sys.exception())  # the latter in ``finally: session.close()``
         if error is None:
             for each in (*self._dependents(), self):
                 each._refuse_to_close()
@@ -161,6 +160,8 @@ class Closing(abc.ABC):
             why: the reason that later use of the groups reports, instead of the error's name.
             alone: see :func:`leave`.
         """
+        if error is not None:
+            dead_ranks.report(self._title, error, self._made, self._coordinator)
         unfinished: list[BaseException] = []
         cause = self._close_dependents(unfinished, error, alone)
         coordinator, problems, parted = self._coordinator, dict[int, str](), False
@@ -313,14 +314,14 @@ class Closing(abc.ABC):
         if coordinator is None:
             return
         if isinstance(error, Exception):
-            of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
-            if news := coordinator.news(wait=wait if of_torch else 0.0):
+            if news := coordinator.news(wait=wait if dead_ranks.of_torch(error) else 0.0):
                 error.add_note(f"{self._title}, the other ranks: {told(news)}.")
         elif error is None and any(map(of_a_communicator, problems.values())):
             problems.update(coordinator.news(wait=wait))
 
     def _leave_without_the_main_thread(self, error: SignalExit) -> None:
         """Abort from another thread if the main thread is stuck: notify ranks, cancel work."""
+        dead_ranks.report(self._title, error, self._made, self._coordinator)
         self._part(error)
         self._lease.wind_up(error, [])
         for _, group in self._made:
@@ -444,6 +445,13 @@ def open_owners() -> list[Closing]:
     return [o for o in opened if not o.closed and o._lease.pid == os.getpid()]
 
 
+def explain(error: BaseException | None) -> None:
+    """Add a note to an error of Megatron-core or torch that a step of megapg's would cure."""
+    if error is not None:
+        live = [owner for owner in open_owners() if owner._state is LeaseState.LIVE]
+        hints.explain(error, [owner._title for owner in live])
+
+
 # Callbacks: (after an owner opened its groups, after it closed or lost them).
 _LISTENERS: list[tuple[Callable[[], None], Callable[[], None]]] = []
 
@@ -481,6 +489,10 @@ def _close_at_exit() -> None:
 
 def _drop_at_exit(owner: Closing) -> None:
     how = "was still open when Python ended"
+    if (error := getattr(sys, "last_value", None)) is not None:  # Python has printed it already
+        explain(error)
+        if hints.has_note(error):
+            logger.warning("%s: %s", error, error.__notes__[-1])
     try:
         warnings.warn(owner._warning(how), ResourceWarning, stacklevel=1)
     finally:  # also if warnings are errors

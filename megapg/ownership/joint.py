@@ -33,6 +33,8 @@ from megapg.communicators.options import CommunicatorOptions
 from megapg.communicators.warm_up import HealthReport
 from megapg.errors import RendezvousError, SessionError, UnsupportedOptionError
 from megapg.ownership import offload
+from megapg.ownership.closing import explain
+from megapg.ownership.dead_ranks import of_torch
 from megapg.ownership.foreign import admit, check_foreign
 from megapg.ownership.joint_meeting import (
     Invitation,
@@ -78,8 +80,7 @@ class _Open:
         finally:
             self.destroy(abort=alone or error is not None or bool(problems) or not ended)
         if isinstance(error, Exception) and meeting is not None:
-            of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
-            wait = min(self.terms.timeout, _NEWS_WAIT) if of_torch else 0.0
+            wait = min(self.terms.timeout, _NEWS_WAIT) if of_torch(error) else 0.0
             if news := told(meeting.coordinator.news(wait=wait), meeting.sides):
                 error.add_note(f"{self.terms.title}, the other ranks: {news}.")
         return problems
@@ -354,6 +355,7 @@ class JointGroup:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        explain(error)
         try:
             self.close(error)
         except Exception as trouble:

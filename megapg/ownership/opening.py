@@ -221,6 +221,10 @@ def _check_start(
     launch: Launch | None,
     network: str | Sequence[str] | None,
 ) -> None:
+    if layout is not None and not isinstance(layout, ParallelLayout):
+        raise SessionError(
+            f"session({layout!r}): the argument is a ParallelLayout. Name sizes: session(tp=2)."
+        )
     if layout is not None and sizes:
         raise SessionError(f"give a layout, or the sizes {', '.join(sizes)}, not both.")
     if launch is not None and dist.is_initialized():
@@ -270,7 +274,13 @@ def fake_session(
     try:
         check_recipe(recipe, world, layout)
         return Session(
-            layout, world, recipe, name="pretend", timeout=0, collective_timeout=world.timeout
+            layout,
+            world,
+            recipe,
+            name="pretend",
+            timeout=0,
+            collective_timeout=world.timeout,
+            title="fake_collection()",
         )
     except BaseException as error:
         world.close(abort=error, timeout=0)

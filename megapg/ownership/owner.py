@@ -13,13 +13,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
 from megapg.collection import LeaseState, ProcessGroup, ProcessGroupCollection
 from megapg.communicators.plan import Communicator
 from megapg.communicators.warm_up import HealthReport, Opened, WarmUpReport, probe, warm_up
 from megapg.communicators.world import World
-from megapg.errors import RendezvousError, SessionError
+from megapg.errors import MissingGroupError, RendezvousError, SessionError
+from megapg.layout import FIELDS
 from megapg.ownership import offload
 from megapg.ownership.closing import Closing, raise_first, raise_interruption
 from megapg.ownership.holders import References
@@ -37,7 +38,21 @@ logger = logging.getLogger(__name__)
 _OnResume = TypeVar("_OnResume", bound=Callable[[ProcessGroupCollection], object])
 
 
-class Owner(Closing):
+class _NoCollection:
+    """Says what to pass if an owner is used in place of its collection."""
+
+    if not TYPE_CHECKING:  # otherwise a type checker would accept any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name in FIELDS or hasattr(ProcessGroupCollection, name):
+                raise MissingGroupError(
+                    f"{type(self).__name__} has no {name!r}: its collection has. Pass "
+                    "session.groups instead of the session."
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+class Owner(_NoCollection, Closing):
     """Open process groups and the duty to close them.
 
     An owner that is dropped without :meth:`close`, or is still open when Python exits, is closed as

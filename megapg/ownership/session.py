@@ -69,8 +69,9 @@ class Session(Owner):
         collective_timeout: timedelta,
         make_world: Callable[[], World] | None = None,
         signals: NoSignals | None = None,
+        title: str = "",
     ) -> None:
-        super().__init__(f"session {name!r}", world, timeout, signals or NoSignals())
+        super().__init__(title or f"session {name!r}", world, timeout, signals or NoSignals())
         self.name, self.layout = name, layout
         self._make_world, self._recipe = make_world, recipe
         self._collective_timeout = collective_timeout
@@ -335,8 +336,7 @@ class Session(Owner):
         }[self._state]
         since = "" if self._state is LeaseState.LIVE else f" {self._lease.since}"
         raise SessionError(
-            f"{doing}: session {self.name!r} (generation {self.generation}) {how_it_is}{since}. "
-            f"{what_now}."
+            f"{doing}: {self._title} (generation {self.generation}) {how_it_is}{since}. {what_now}."
         )
 
     # -- the end -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from megapg.rendezvous.hello import STAY, Hello, Hellos
+from megapg.rendezvous.hello import DIED, STAY, Hello, Hellos, fate
 from megapg.rendezvous.problems import ALONE, LISTED, THE_STORE, RankNames, brief
 from megapg.rendezvous.store import Store, StoreError, batches
 
@@ -285,9 +285,28 @@ class Gathering:
 
     def _silence(self, ranks: Sequence[int]) -> dict[int, str]:
         return {
-            rank: f"not a word{_process(hello)}: killed, stuck, or still at work"
+            rank: f"not a word{_process(hello)}: {fate(hello) or 'killed, stuck, or still at work'}"
             for rank, hello in self._hellos.of_all(ranks).items()
         }
+
+    def died(self, *, wait: float) -> dict[int, str]:
+        """Return the ranks on this host that died without a report; wait for those about to end."""
+        if len(self._ranks) > LARGE:  # the store is too slow if every rank reads all hellos
+            return {}
+        found: dict[int, str] = {}
+        deadline = time.monotonic() + wait
+
+        def look() -> bool:
+            hellos = self._hellos.of_all([rank for rank in self._ranks if rank != self._rank])
+            gone = {r: h for r, h in hellos.items() if h and h.state == "live" and fate(h) == DIED}
+            said = self._answers(f"{self._mine.namespace}/bye", [*gone], _SILENT)
+            silent = [rank for rank, word in said.items() if word == _SILENT]
+            found.update({rank: DIED + _process(gone[rank]) for rank in silent})
+            return bool(found)
+
+        with contextlib.suppress(StoreError), self._until_then(deadline):
+            self._until(look, deadline)
+        return found
 
     def _located(self, problems: dict[int, str]) -> dict[int, str]:
         """Add the host to ranks that did not answer, to as many as a message lists.
@@ -297,7 +316,9 @@ class Gathering:
         silent = [rank for rank, said in problems.items() if said == _SILENT][:LISTED]
         with contextlib.suppress(StoreError):
             hellos = self._hellos.of_all(silent)
-            return problems | {rank: _SILENT + _process(hellos[rank]) for rank in silent}
+            died = {rank: f", {DIED}" for rank in silent if fate(hellos[rank]) == DIED}
+            where = {rank: _process(hellos[rank]) + died.get(rank, "") for rank in silent}
+            return problems | {rank: _SILENT + where[rank] for rank in silent}
         return problems
 
     def _lost(self, error: StoreError) -> dict[int, str]:

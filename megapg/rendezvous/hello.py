@@ -18,6 +18,8 @@ from megapg.rendezvous.store import Store, StoreError
 
 # Seconds for which the host of the store keeps it up at exit after a failure.
 STAY = 6.0
+# The fate of a process that has ended.
+DIED = "has died"
 # Counts ranks that left after arriving and processes that replaced a rank. If it changes, the
 # leader reads all hellos again.
 CHANGES = "changes"
@@ -223,6 +225,18 @@ class Hellos:
     def _where(self, rank: int, hello: Hello | None) -> str:
         host = hello.host if hello else self._hosts[rank] if self._hosts else ""
         return f" on {host}" if host else ""
+
+
+def fate(hello: Hello | None) -> str:
+    """Return what this host knows of a silent process: has died, is stopped, or runs."""
+    if hello is None or hello.host != socket.gethostname() or hello.pid == os.getpid():
+        return ""
+    if not runs_here(hello):
+        return DIED
+    with contextlib.suppress(psutil.Error):
+        if psutil.Process(hello.pid).status() == psutil.STATUS_STOPPED:
+            return "is stopped (SIGSTOP) and can't say where it stands"
+    return "still runs: it is stuck, or at work"
 
 
 def runs_here(hello: Hello) -> bool:

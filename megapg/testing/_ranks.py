@@ -324,6 +324,8 @@ def _run(rank: int, job: Job) -> NoReturn:
             ) from reason
     except BaseException as raised:
         error, payload = raised, None
+        if closing := sys.modules.get("megapg.ownership.closing"):  # sessions that are still open
+            closing.explain(raised)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -299,9 +299,10 @@ def test_embedding_callable_of_a_sub_world_sees_global_ranks() -> None:
 @pytest.mark.parametrize(
     ("field", "answer"),
     [
-        ("tensor", r"^'tensor' is no field; the fields are tp, pp, mp, .*, hcp\.$"),
+        ("zz", r"^'zz' is no field; the fields are tp, pp, mp, .*, hcp\.$"),
+        ("tensor", r"^'tensor' is no field; did you mean 'tp'\?$"),
         ("", "^'' is no field"),
-        ("TP", r"^'TP' is no field; did you mean 'tp'\? The fields are tp, "),
+        ("TP", r"^'TP' is no field; did you mean 'tp'\?$"),
         ("inter_dist_opt", r"^inter_dist_opt exists only with optimizer_instances > 1\.$"),
         ("hcp", r"^hcp exists only with hierarchical_cp=\(\.\.\.\)\.$"),
         ("hcp.0", r"^hcp\.0 exists only with hierarchical_cp"),

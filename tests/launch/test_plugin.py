@@ -261,3 +261,16 @@ def test_groups_and_lists_that_were_there_before_stay(monkeypatch):
     assert parallel_state._global_process_group_list is shared
     assert shared == [None]
     assert parallel_state._TENSOR_MODEL_PARALLEL_GROUP is None
+
+
+def test_a_read_of_unset_globals_names_the_collection_of_the_fixture(run):
+    result = run(
+        test_it="""
+            from megatron.core import parallel_state
+
+            def test_read(megapg_collection):
+                megapg_collection(tp=2)
+                parallel_state.get_tensor_model_parallel_group()
+        """
+    )
+    result.stdout.fnmatch_lines(["*fake_collection() is open: run this inside*"])

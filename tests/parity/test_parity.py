@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import sys
 import time
 from dataclasses import replace
@@ -208,6 +209,42 @@ BAD = {
 }
 
 
+def test_an_error_in_build_shows_the_last_lines_of_the_users_code():
+    with pytest.raises(ParityInputError) as refused:
+        parity(raises_on_one_rank, ["tp=2"])
+    first, *lines = str(refused.value).splitlines()
+    assert first == "layout 'tp=2': build raised KeyError on rank 1: 'no such config'"
+    (line,) = lines
+    number = raises_on_one_rank.__code__.co_firstlineno + 2
+    assert line.strip() == (
+        f'{__file__}:{number} in raises_on_one_rank: raise KeyError("no such config")'
+    )
+
+
+def test_other_globals_name_the_reads_that_took_them():
+    report = parity("gpt", ["tp=2"], global_sizes={"tp": 1})  # since 0.19 gpt agrees all the same
+    (line,) = report.findings()
+    assert re.search(r"Took the globals: .*megatron\.core\.[\w.]+:\d+ \(get_\w+\)", line)
+    check_schema(json.loads(json.dumps(report.as_dict())), SCHEMA)
+
+
+def norm_counts_two_replicas(pg):
+    made = gpt(pg)
+    for name, parameter in made.named_parameters():
+        if name.endswith(("layers.1.mlp.linear_fc2.bias", "layers.2.input_layernorm.weight")):
+            parameter.tensor_model_parallel = True
+    return made
+
+
+@pytest.mark.contract
+def test_a_norm_that_alone_differs_names_the_gradients_that_it_miscounts():
+    (layout,) = parity(norm_counts_two_replicas, ["tp=2"]).layouts
+    first = layout.wrong[0]
+    assert first.check == "gradient norm"
+    assert (first.parameter, first.axis) == ("decoder.layers.1.mlp.linear_fc2.bias", "tp")
+    assert "counted 2 times, over tp, and 1 more gradients are miscounted" in first.text
+
+
 @pytest.mark.slow
 @pytest.mark.contract
 @pytest.mark.parametrize(
@@ -234,7 +271,9 @@ def test_a_random_choice_in_the_step_is_refused(step):
 def test_a_step_that_fails_in_a_layout_is_a_finding():
     layouts = parity("gpt", ["tp=2", "dp=2"], step=failing_step).layouts
     assert [cell.state for cell in layouts[0].cells] == ["failed"] * 6
-    assert layouts[0].cells[0].text == "rank 1: ZeroDivisionError: only here"
+    text = layouts[0].cells[0].text
+    assert text.startswith("rank 1: ZeroDivisionError: only here\n")
+    assert 'in failing_step: raise ZeroDivisionError("only here")' in text
     assert not layouts[1].agrees
 
 

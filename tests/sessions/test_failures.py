@@ -151,7 +151,8 @@ def killed_inside_a_collective(count, steps):
     error, notes = failing(session, COLLECTIVE.total_seconds(), reduce)
     assert isinstance(error, RuntimeError)
     assert f"rank {count - 1}: not a word (process " in notes
-    assert "killed, stuck, or still at work" in notes
+    assert f"on {socket.gethostname()}): has died" in notes
+    assert "in all_reduce on " in notes
 
 
 def killed_before_a_group_was_first_used(count):

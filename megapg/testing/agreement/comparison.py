@@ -103,8 +103,10 @@ class Held:
         again: the same, of the run with the distributed optimizer.
         outputs: module and sample -> output.
         gradients: after the backward pass, in the first step.
+        counted: the gradients that the norm without the distributed optimizer counts.
         norms: gradient norm of the first step, without and with the distributed optimizer.
         weights: after each step, without and with the distributed optimizer.
+        reads: places that read globals which differ from the layout, with the getter.
     """
 
     built: list[Shard] = field(default_factory=list)
@@ -112,8 +114,10 @@ class Held:
     again: dict[int, float] = field(default_factory=dict)
     outputs: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     gradients: list[Shard] = field(default_factory=list)
+    counted: list[Shard] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     weights: list[list[list[Shard]]] = field(default_factory=list)
+    reads: list[str] = field(default_factory=list)
 
 
 def write(folder: Path, rank: int, held: Held) -> None:

@@ -208,7 +208,7 @@ def _reference(
 def _compare(
     job: Job, number: int, cases: Sequence[LayoutCase], judge: Judge, deadline: float, say: Progress
 ) -> LayoutReport:
-    case = cases[number]
+    case, reads = cases[number], tuple[str, ...]()
     say(f"{case.text}: {case.world_size} ranks ({number + 1} of {len(cases)})")
     started = time.monotonic()
     try:
@@ -222,8 +222,10 @@ def _compare(
         )
     else:
         folder = Path(job.directory, str(number))
-        cells = judge.judge(case, [read(folder, rank) for rank in range(case.world_size)])
-    return LayoutReport(case.text, case.world_size, time.monotonic() - started, cells)
+        held = [read(folder, rank) for rank in range(case.world_size)]
+        cells = judge.judge(case, held)
+        reads = tuple(sorted({place for each in held for place in each.reads}))
+    return LayoutReport(case.text, case.world_size, time.monotonic() - started, cells, reads)
 
 
 def _run(job: Job, case: LayoutCase, number: int | None, deadline: float) -> None:
@@ -252,7 +254,8 @@ def _summary(error: RankFailedError) -> str:
     for rank, failure in error.failures.items():
         text = str(failure).strip().partition("\n")[0][:300]
         kind = 2 if _lost_another_rank(text) else 1 if isinstance(failure, TimeoutError) else 0
-        line = f"{type(failure).__name__}: {text}"
+        where = next((n for n in getattr(failure, "__notes__", ()) if n.startswith("\n  ")), "")
+        line = f"{type(failure).__name__}: {text}{where}"
         by_kind.setdefault(kind, {}).setdefault(line, []).append(rank)
     found = by_kind[min(by_kind)].items()
     return "; ".join(f"{ranks_said(ranks)}: {line}" for line, ranks in found)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sysconfig
+import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,10 @@ from megapg.collection import ProcessGroupCollection
 from megapg.errors import ParityInputError
 from megapg.testing.agreement.cases import LayoutCase
 from megapg.testing.agreement.comparison import Shard
+
+_FRAMES = 3  # of the user's code in an error
+_HERE = str(Path(__file__).parents[2])
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 @contextlib.contextmanager
@@ -26,8 +33,18 @@ def naming(what: str, hint: str = "") -> Iterator[None]:
         text = str(error).strip().partition("\n")[0][:300]
         rank = f" on rank {dist.get_rank()}" if dist.get_world_size() > 1 else ""
         raise ParityInputError(
-            f"{what} raised {type(error).__name__}{rank}: {text}{hint}"
+            f"{what} raised {type(error).__name__}{rank}: {text}{hint}{places(error)}"
         ) from error
+
+
+def places(error: BaseException) -> str:
+    """Return the last lines of the user's code that an error passed, innermost last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith((_HERE, *_INSTALLED, "<"))]
+    return "".join(
+        f"\n  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
+        for frame in own[-_FRAMES:] or frames[-1:]
+    )
 
 
 def chunks_of(made: object, case: LayoutCase, pg: ProcessGroupCollection) -> list[torch.nn.Module]:

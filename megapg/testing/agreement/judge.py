@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -158,7 +156,7 @@ class Judge:
             return Cell(NORM, "agrees", off)
         kind, rank = wrong[0]
         value = norms[kind, rank]
-        name, cause = self._norm_cause(value, case, ranks)
+        name, cause = self._norm_cause(value, rank, case, ranks)
         text = (
             f"{value:.10g} on rank {rank} {'with' if kind else 'without'} the distributed "
             f"optimizer, {wanted:.10g} on one rank"
@@ -168,34 +166,36 @@ class Judge:
         return Cell(NORM, "differs", off, name, cause.axis, everywhere, text)
 
     def _norm_cause(
-        self, value: float, case: LayoutCase, ranks: Sequence[Held]
+        self, value: float, rank: int, case: LayoutCase, ranks: Sequence[Held]
     ) -> tuple[str, Cause]:
-        """Find the gradient that was counted too often, or not in full: of one layer or of all."""
-        excess = value**2 - self.reference.norms[0] ** 2
-        right = [
-            each
-            for each in line_up(self._gradients, [held.gradients for held in ranks])
-            if each.off <= self.tolerance
-        ]
-        alike: dict[str, list[Compared]] = defaultdict(list)
-        for each in right:
-            alike[re.sub(r"\.\d+\.", ".*.", each.name)].append(each)
-        for name, members in [*((each.name, [each]) for each in right), *alike.items()]:
-            boxes = {piece.box: piece for each in members for piece in each.pieces}.values()
-            whole = sum(map(_square, boxes))
-            for axis in case.axes(expert=members[0].expert):
-                size = len(case.layout.members(axis, 0))
-                first = [p for p in boxes if case.layout.members(axis, p.rank)[0] == p.rank]
-                counted = sum(map(_square, first))
-                if _close(excess, (size - 1) * whole):
-                    text = f"as if the gradient of {name} counted {size} times, over {axis}"
-                    return name, Cause(text, axis)
-                if 0 < counted < whole and _close(excess, counted - whole):
-                    return name, Cause(f"as if only the first rank of {axis} counted {name}", axis)
-            if _close(excess, -whole):
-                text = f"as if the gradient of {name} did not count"
-                return name, Cause(text, only_axis(case))
-        return "", explain_number(value, self.reference.norms[0], case)
+        """Find the right gradients that a rank's norm counts too often, or not in full."""
+        gradients = line_up(self._gradients, [held.gradients for held in ranks])
+        counted = line_up(self._gradients, [held.counted for held in ranks])
+        wrong = []
+        for each, those in zip(gradients, counted, strict=True):
+            members = case.layout.members("tp_ep_pp" if each.expert else "mp", rank)
+            pieces = [piece for piece in those.pieces if piece.rank in members]
+            whole = sum(map(_square, {piece.box: piece for piece in each.pieces}.values()))
+            times = sum(map(_square, pieces)) / (whole or 1.0)
+            if each.off <= self.tolerance and whole and not _close(times, 1.0):
+                wrong.append((each, pieces, times))
+        if not wrong:
+            return "", explain_number(value, self.reference.norms[0], case)
+        first, pieces, times = wrong[0]
+        more = f", and {len(wrong) - 1} more gradients are miscounted" if len(wrong) > 1 else ""
+        for axis in case.axes(expert=first.expert):
+            places, held = (
+                {case.layout.members(axis, p.rank).index(p.rank) for p in those}
+                for those in (pieces, first.pieces)
+            )
+            if _close(times, len(case.layout.members(axis, 0))):
+                text = f"the gradient of {first.name} is counted {times:.0f} times, over {axis}"
+                return first.name, Cause(text + more, axis)
+            if times < 1 and places == {0} != held:
+                text = f"only the first rank of {axis} counts the gradient of {first.name}"
+                return first.name, Cause(text + more, axis)
+        text = f"the gradient of {first.name} is counted {times:.3g} times"
+        return first.name, Cause(text + more, only_axis(case))
 
     def _replicas(self, case: LayoutCase, ranks: Sequence[Held]) -> Cell:
         kinds: tuple[tuple[str, Callable[[Held], Sequence[Shard]]], ...] = (
@@ -255,4 +255,4 @@ def _square(piece: Piece) -> float:
 
 
 def _close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-4) and other != 0
+    return math.isclose(one, other, rel_tol=1e-4)

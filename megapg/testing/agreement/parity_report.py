@@ -51,12 +51,14 @@ class LayoutReport:
         world_size: number of ranks.
         seconds: wall time of the ranks.
         cells: one per check.
+        reads: places that read Megatron's globals, if their groups differ from the layout's.
     """
 
     layout: str
     world_size: int
     seconds: float
     cells: tuple[Cell, ...]
+    reads: tuple[str, ...] = ()
 
     @property
     def agrees(self) -> bool:
@@ -107,7 +109,7 @@ class ParityReport:
             cell["ranks"] = [*cell["ranks"]]
         plain["layouts"], plain["notes"] = [*plain["layouts"]], [*plain["notes"]]
         for layout in plain["layouts"]:
-            layout["cells"] = [*layout["cells"]]
+            layout["cells"], layout["reads"] = [*layout["cells"]], [*layout["reads"]]
         return {"schema_version": 1, "agrees": self.agrees, **plain}
 
     def text(self) -> str:
@@ -128,7 +130,8 @@ class ParityReport:
                 later = _names([cell for cell in others if cell.text])
                 more = f". Later checks that differ: {later}" if later else ""
                 check = "the run failed" if first.state == "failed" else first.check
-                lines.append(f"{layout.layout}: {check}: {first.text}{more}")
+                took = f". Took the globals: {', '.join(layout.reads)}" if layout.reads else ""
+                lines.append(f"{layout.layout}: {check}: {first.text}{more}{took}")
         return lines
 
     def table(self) -> Table:
@@ -136,7 +139,7 @@ class ParityReport:
         from rich.table import Table
         from rich.text import Text
 
-        title = "largest difference from one rank (! differs)"
+        title = "largest relative difference from one rank (! differs)"
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         table.add_column("layout", overflow="fold")
         for heading in ("ranks", *_HEADINGS):

@@ -29,7 +29,9 @@ from megatron.core.utils import unwrap_model
 import megapg
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointError, LayoutError, ParityInputError
-from megapg.megatron import check_embeddings, schedule_collection
+from megapg.megatron import check_embeddings, schedule_collection, trace_global_reads
+from megapg.megatron.core import gradients_in_norm
+from megapg.megatron.watching.alive import differing, layouts
 from megapg.testing import megatron_on_cpu
 from megapg.testing.agreement import inputs
 from megapg.testing.agreement.built_in import next_token, random_tokens
@@ -68,20 +70,21 @@ def run_rank(job: Job, case: LayoutCase, number: int | None) -> None:
         megatron_on_cpu(),
         precision,
         megapg.session(case.layout, collective_timeout=timeout) as session,
-        _globals(job, case, session.groups),
+        _globals(job, case, session.groups, held),
     ):
         for distributed in (False, True):
             trial = Trial(job, case, session.groups, distributed)
             trial.load(save=number is None and not distributed)
             trial.train(held)
             del trial
-        place = REFERENCE if number is None else str(number)
-        write(Path(job.directory, place), session.rank, held)
+        rank = session.rank
+    place = REFERENCE if number is None else str(number)
+    write(Path(job.directory, place), rank, held)
 
 
 @contextlib.contextmanager
-def _globals(job: Job, case: LayoutCase, pg: ProcessGroupCollection) -> Iterator[None]:
-    """Make Megatron's globals return these groups, or groups of other sizes."""
+def _globals(job: Job, case: LayoutCase, pg: ProcessGroupCollection, held: Held) -> Iterator[None]:
+    """Make Megatron's globals return these groups; or groups of other sizes, and keep the reads."""
     if job.global_sizes is None or case.world_size == 1:
         with megapg.published(pg):
             yield
@@ -91,8 +94,15 @@ def _globals(job: Job, case: LayoutCase, pg: ProcessGroupCollection) -> Iterator
         megapg.session(layout, name="globals") as other,
         megapg.published(other.groups),
         megapg.guard("off"),  # the caller wants the wrong numbers
+        trace_global_reads() as trace,
     ):
         yield
+        fields = differing(layouts())
+        held.reads = [
+            f"{read.module}:{read.line} ({read.getter})"
+            for read in trace.reads
+            if fields.intersection(read.field.split(", "))
+        ]
 
 
 class Trial:
@@ -191,6 +201,9 @@ class Trial:
             weights.append(shards.of())
             if step == 0:
                 held.norms.append(float(norm))
+            if step == 0 and not self._distributed:
+                counted = gradients_in_norm(optimizer)
+                held.counted = shards.of(partial(_among, counted))
         held.weights.append(weights)
 
     def _wrapped(self) -> list[Any]:
@@ -281,10 +294,13 @@ class Outputs:
 
     @contextlib.contextmanager
     def at(self, sample: int) -> Iterator[None]:
-        """Record the outputs of the block's forward pass for this sample."""
+        """Record the outputs of the block's forward pass for this sample. Errors get places."""
         self._sample = sample
         try:
             yield
+        except Exception as error:
+            error.add_note(inputs.places(error))
+            raise
         finally:
             self._sample = None
 
@@ -311,6 +327,11 @@ def _vary(chunks: Sequence[torch.nn.Module]) -> None:
         if parameter.numel() > 1 and parameter.is_floating_point() and (parameter == first).all():
             noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
             parameter.data.add_(noise, alpha=0.1)
+
+
+def _among(gradients: Sequence[torch.Tensor], parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """Return a parameter's gradient if it is among these."""
+    return next((each for each in gradients if each is parameter.grad), None)
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
