@@ -41,7 +41,7 @@ GROUPINGS = {
 STAND_INS = ("te", "apex", "aware", "offload")
 """Optimizers of these names are stand-ins of the real classes, which need a GPU."""
 
-_BATCH = 25
+_BATCH = 12
 
 
 @app.command()

@@ -7,10 +7,29 @@ import functools
 import tempfile
 
 import pytest
-from chain_model import Chain, Layout, can_run, draw_chain, seeded_chains
+from chain_model import (
+    SEQ_LENGTH,
+    Chain,
+    Job,
+    Layout,
+    build_model,
+    can_run,
+    draw_chain,
+    seeded_chains,
+    transformer_config,
+)
 from chains import ROUNDED, run_chains, shrink
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+import megapg
+from megapg.layout import ParallelLayout
+from megapg.plan import load_cluster
+from megapg.plan.measure import measure
+from megapg.plan.models import Model
+from megapg.plan.saved import storages
+from megapg.plan.training import Job as PlannedJob
+from megapg.testing import fake_collection, megatron_on_cpu, parity
 
 ONE, DP2, TP2, PP2, EP2 = Layout(), Layout(2), Layout(2, tp=2), Layout(2, pp=2), Layout(2, ep=2)
 
@@ -70,6 +89,76 @@ def test_drawn_chains(tmp_path):
     if wrong:
         least = shrink(wrong[0], tmp_path / "shrink")
         pytest.fail(f"{len(wrong)} of {len(chains)} are wrong; simplest: {least}")
+
+
+# -- the same models in plans and in parity --------------------------------------------------------
+
+PLANNED = {
+    "head": Chain((PP2,), model="gqa", trains="head"),
+    "experts": Chain((EP2,), model="moe some", trains="experts", form="plain"),
+    "all": Chain((TP2,), model="mtp", tied=True),
+}
+
+
+def build_in(chain, pg, vp_stage=None, *, job=None):
+    """Build the model of a chain on any layout, as plans and parity ask for it."""
+    sizes = {name: pg.size(name) for name in ("tp", "pp", "cp", "ep", "expt_tp")}
+    layout = Layout(pg.layout.world_size, **sizes)
+    return build_model(chain, layout, transformer_config(chain, layout), pg, vp_stage or 0)
+
+
+def held(chain, rank):
+    """Return the bytes of weights, gradients and optimizer that a rank holds after a step."""
+    layout = chain.layouts[0]
+    with (
+        megatron_on_cpu(),
+        fake_collection(rank, layout.world, **layout.sizes) as pg,
+        megapg.published(pg),
+    ):
+        job = Job(chain, layout, pg, 1)
+        parameters = [each for chunk in job.chunks for each in chunk.parameters()]
+        trained = [each for each in parameters if each.requires_grad]
+        for each in trained:
+            each.main_grad.normal_()
+        job.optimizer.step()
+        state = [
+            tensor
+            for inner in job._inner()
+            for main, kept in inner.state.items()
+            for tensor in (main, kept["exp_avg"], kept["exp_avg_sq"])
+        ]
+        weights = storages(parameters)
+        own = {number: size for number, size in storages(state).items() if number not in weights}
+        gradients = storages(each.main_grad for each in trained)
+        return sum(weights.values()), sum(gradients.values()), sum(own.values())
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_plan_has_the_bytes_of_the_model(name):
+    chain = PLANNED[name]
+    layout = chain.layouts[0]
+    job = PlannedJob(
+        model="chain",
+        seq_length=SEQ_LENGTH,
+        micro_batch_size=1,
+        microbatches=layout.pp,
+        recompute="none",
+        distributed_optimizer=chain.distributed,
+    )
+    model = Model("chain", SEQ_LENGTH, functools.partial(build_in, chain))
+    measured = measure(
+        ParallelLayout(world_size=layout.world, **layout.sizes), load_cluster("H100-8"), model, job
+    )
+    for stage in measured.stages:
+        assert (stage.parameters, stage.gradients, stage.optimizer) == held(chain, stage.rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["head", "experts"])
+def test_the_models_agree_with_one_rank(name):
+    chain = PLANNED[name]
+    parity(functools.partial(build_in, chain), ["tp=2", "pp=2"]).check()
 
 
 @given(st.data())
