@@ -369,7 +369,7 @@ def _check(
                     missing[key] = f"{key} lacks layers that the model has"
             elif not leaf.allow_shape_mismatch:
                 wrong.append(text)
-            elif _is_padding(there, here, vocabularies):
+            elif _is_padding(there, here, vocabularies_of(metadata), vocabularies):
                 resized[key] = there
             else:
                 missing[key] = f"{text}: more than the padding of a vocabulary"
@@ -404,12 +404,28 @@ def _covers(saved: TensorStorageMetadata, leaf: mapping.ShardedTensor) -> bool:
     return sum(math.prod(item.lengths) for item in found) == int(math.prod(shape))
 
 
-def _is_padding(there: Sequence[int], here: Sequence[int], vocabularies: Set[int]) -> bool:
+def vocabularies_of(metadata: Metadata) -> set[int]:
+    """Return the padded sizes of the saved vocabularies, by Megatron-core's name of embeddings."""
+    return {
+        tensor.size[0]
+        for key, tensor in metadata.state_dict_metadata.items()
+        if key.endswith("word_embeddings.weight") and isinstance(tensor, TensorStorageMetadata)
+    }
+
+
+def _is_padding(there: Sequence[int], here: Sequence[int], saved: Set[int], live: Set[int]) -> bool:
     """True if two shapes differ by the padding of a vocabulary, which depends on tp.
 
-    Padding at most doubles a vocabulary. A value head in the place of the output layer has other
-    rows than the model's vocabulary.
+    A value head in the place of the output layer has other rows than the vocabulary. Padding at
+    most doubles one.
+
+    Args:
+        saved: the sizes of the saved vocabularies; empty if they are not known.
+        live: those of the model.
     """
-    (saved, *rest), (live, *others) = there, here
-    known = not vocabularies or live in vocabularies
-    return rest == others and known and max(saved, live) < 2 * min(saved, live)
+    return (
+        tuple(there[1:]) == tuple(here[1:])
+        and (not saved or there[0] in saved)
+        and (not live or here[0] in live)
+        and max(there[0], here[0]) < 2 * min(there[0], here[0])
+    )

@@ -5,6 +5,7 @@
 ``megatron.core.dist_checkpointing``.
 """
 
+import contextlib
 import gc
 import json
 import logging
@@ -17,6 +18,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from fused_adam import fused
 from megatron.core import dist_checkpointing
 from resuming import whole_tensors
 from stepwise import distributed
@@ -44,7 +46,8 @@ EXPERT_STREAM = "expert-parallel-rng"
 
 def job(distributed_optimizer=True, **given):
     """Split mixed arguments into those of ``GPTRun`` and those of ``megatron_training.Job``."""
-    mine = {"sharding", "bf16", "data_parallel_random_init", "fully_parallel"} & given.keys()
+    mine = {"sharding", "bf16", "data_parallel_random_init", "fully_parallel", "fused"}
+    mine &= given.keys()
     told = {name: given.pop(name) for name in mine}
     return {**given}, {"distributed_optimizer": distributed_optimizer, **told}
 
@@ -57,6 +60,11 @@ JOBS = {
         "dp2 bf16": job(bf16=True),
         "dp2 random init": job(data_parallel_random_init=True, sharding="dp_reshardable"),
         "dp2 bf16 plain optimizer": job(distributed_optimizer=False, bf16=True),
+        # with the stand-ins of the fused optimizers:
+        "dp2 bf16 te": job(bf16=True, fused="te"),
+        "tp2 apex by buckets": job(tp=2, fused="apex", sharding="dp_reshardable"),
+        "ep2 apex": job(ep=2, experts=4, fused="apex"),
+        "dp2 bf16 te plain optimizer": job(distributed_optimizer=False, bf16=True, fused="te"),
     },
     4: {
         "tp2 pp2": job(tp=2, pp=2),
@@ -103,6 +111,7 @@ def save_and_load_each_others(root, jobs):
         what = Job(replace(SMALL, **run), **told)
         with (
             megatron_on_cpu(),
+            fused(what.fused) if what.fused else contextlib.nullcontext(),
             megapg.session(timeout=60, **what.sizes) as session,
             megapg.published(session.groups) as pg,
         ):

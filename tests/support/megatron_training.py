@@ -64,6 +64,7 @@ class Job:
     bf16: bool = False
     data_parallel_random_init: bool = False
     fully_parallel: bool = True
+    fused: str = ""  # a stand-in of ``fused_adam.fused``
 
     @property
     def sizes(self):
@@ -124,7 +125,7 @@ class Training:
                 place = f"optimizer{index}.group{number}"
                 # Only a restored optimizer of upstream has "step" and "default_config" in its
                 # groups.
-                left_by_load = ("params", "step", "default_config")
+                left_by_load = ("params", "default_config") + ("step",) * (not self.job.fused)
                 state |= {f"{place}.{k}": v for k, v in group.items() if k not in left_by_load}
                 for order, parameter in enumerate(group["params"]):
                     state[f"{place}.{order}.main"] = digest(parameter)
@@ -342,7 +343,8 @@ def save(training, root, release=False):
 
 def load(training, root):
     """Load as Megatron does. Every rank calls it."""
-    with torchs_adam(training.optimizer):
+    fused = training.job.fused
+    with contextlib.nullcontext() if fused else torchs_adam(training.optimizer):
         (load_with_training if HAS_TRAINING else load_with_core)(training, root)
 
 
