@@ -152,7 +152,8 @@ def _note(found: Mapping[Any, Mapping[str, Any]]) -> str:
     versions = [f"{each} {importlib.metadata.version(each)}" for each in ("megatron-core", "torch")]
     mean = sum(each["seconds"] for each in found.values()) / max(1, len(found))
     return (
-        f"`python -m benchmarks.chains --count {len(found)}`, {datetime.date.today()}, {', '.join(versions)}; {mean:.1f} s for a chain on "
+        f"`python -m benchmarks.chains --count {len(found)}`, {datetime.date.today()}, "
+        f"{', '.join(versions)}; {mean:.1f} s for a chain on "
         "one to four gloo ranks. Stand-ins compute on the CPU what the real classes compute on a "
         "GPU. A refused chain left everything as it was, and its last checkpoint loads."
     )
