@@ -60,7 +60,12 @@ class MissingGlobalGroupError(MissingGroupError, AssertionError):
 
 
 class StaleGroupError(MegapgError, RuntimeError):
-    """The session that owns these groups has closed or suspended them."""
+    """The session that owns these groups has closed or suspended them.
+
+    Raised by every field of a collection whose groups were closed or made again. It is no
+    ``AttributeError``, so ``hasattr`` does not hide it. A module that copied a group still holds
+    the closed group, which nothing refuses but ``megapg.testing.refuse_closed_groups``.
+    """
 
 
 class ForeignGroupError(MegapgError, ValueError):

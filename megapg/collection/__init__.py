@@ -10,7 +10,9 @@ collection keeps apart:
 * **absent**: the attribute does not exist, ``hasattr`` is false, it is not in ``vars()``, and
   reading it raises :class:`~megapg.errors.MissingGroupError`.
 
-The collection never creates or destroys groups: the session does.
+The collection never creates or destroys groups: the session does. When the session closes its
+groups or makes them again, every read of a field raises :class:`~megapg.errors.StaleGroupError`,
+in ``hasattr`` too. Ranks, sizes and :meth:`~ProcessGroupCollection.describe` stay readable.
 """
 
 from __future__ import annotations
@@ -155,6 +157,7 @@ class ProcessGroupCollection:
         object.__setattr__(self, "layout", layout)
         if type(self) is ProcessGroupCollection:
             _OF_THIS_PROCESS[id(self)] = self
+            lease.collections.append(weakref.ref(self))
         single = (group for group in groups.values() if isinstance(group, dist.ProcessGroup))
         object.__setattr__(self, "_witness", next(single, None))
         object.__setattr__(self, "_extras", dict(extras))
@@ -312,6 +315,10 @@ class ProcessGroupCollection:
                 raise self._missing(self._absent(type(self).__name__, [name]))
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
+    def _end(self) -> None:
+        """Make every read of a field raise, from now on. For the lease."""
+        object.__setattr__(self, "__class__", _Ended)
+
     @override
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ProcessGroupCollection):
@@ -387,10 +394,11 @@ _OF_THIS_PROCESS: weakref.WeakValueDictionary[int, ProcessGroupCollection] = (
 )
 
 
-class _OfTheParent(ProcessGroupCollection):
-    """A collection in a forked child. Its groups are sockets of the parent: using them would hang.
+class _Ended(ProcessGroupCollection):
+    """A collection whose lease has ended, or one in a forked child: every read of a field raises.
 
-    Ranks and sizes are plain numbers and can still be read.
+    torch lets a destroyed gloo group answer, and a group of the parent process would hang. Ranks
+    and sizes are plain numbers and can still be read. A live collection has no such check to pay.
     """
 
     __slots__ = ()
@@ -403,9 +411,12 @@ class _OfTheParent(ProcessGroupCollection):
             return object.__getattribute__(self, name)
 
 
+_Ended.__name__ = ProcessGroupCollection.__name__  # for messages
+
+
 def _after_fork() -> None:
     for pg in list(_OF_THIS_PROCESS.values()):
-        object.__setattr__(pg, "__class__", _OfTheParent)
+        pg._end()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -202,15 +202,47 @@ def test_the_lease_is_outside_equality(pg):
 def test_a_closed_session_ends_the_lease_and_strict_tests_see_the_use():
     with fake_collection(tp=2) as pg:
         dist.all_reduce(torch.ones(1), group=pg.tp)
+        group = pg.tp
     with pytest.raises(StaleGroupError, match="closed at"):
         pg.require("tp")
     assert "closed" in repr(pg)
     ask = dist.distributed_c10d._rank_not_in_group
     with fake_collection(tp=2), refuse_closed_groups():
         with pytest.raises(StaleGroupError, match="destroyed process group"):
-            dist.all_reduce(torch.ones(1), group=pg.tp)
+            dist.all_reduce(torch.ones(1), group=group)
         dist.all_reduce(torch.ones(1))
     assert dist.distributed_c10d._rank_not_in_group is ask
+
+
+@pytest.mark.contract
+def test_every_field_of_a_closed_session_raises():
+    with fake_collection(tp=2, gloo=("dp_cp",)) as pg:
+        known = (repr(pg), hash(pg), pg.describe(), pg.present(), pg.ranks("tp"), pg.size("dp"))
+        holder = {pg: copy.deepcopy(pg)}
+    for field in (*FIELDS, "extras"):
+        for read in (getattr, hasattr):  # hasattr must not hide it
+            with pytest.raises(StaleGroupError, match=rf"pg.{field}: .*pretend.* were closed at"):
+                read(pg, field)
+    assert not issubclass(StaleGroupError, AttributeError)
+    now = (repr(pg), hash(pg), pg.describe(), pg.present(), pg.ranks("tp"), pg.size("dp"))
+    assert now == (known[0].replace(":", " closed:", 1), *known[1:])
+    assert {*vars(pg)} == {*pg.present()}  # the newest Megatron-core tests presence with vars()
+    assert holder[pg] is pg is copy.copy(pg)
+    assert isinstance(pg, Collection)
+    with pytest.raises(TypeError, match="can't be pickled"):
+        pickle.dumps(pg)
+
+
+def test_a_compiled_function_notices_a_closed_session():
+    def answer(x):
+        return x + pg.tp.rank()
+
+    with fake_collection(tp=2, rank=1) as pg:
+        whole, parts = (torch.compile(answer, backend="eager", fullgraph=f) for f in (True, False))
+        assert whole(torch.zeros(1)) == parts(torch.zeros(1)) == 1
+    for run in (whole, parts):  # torch can't trace the check: it runs in Python, or is refused
+        with pytest.raises((StaleGroupError, torch._dynamo.exc.Unsupported)):
+            run(torch.zeros(1))
 
 
 def test_fake_collection_refuses_what_it_cannot_play():
