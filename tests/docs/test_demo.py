@@ -162,9 +162,14 @@ def test_ctrl_c_leaves_no_process():
 
 
 @pytest.mark.ray
-def test_ctrl_c_leaves_nothing_of_a_cluster():
+def test_ctrl_c_leaves_nothing_of_a_cluster(tmp_path):
+    absent = tmp_path / "absent"  # Ray's default folder, if Ray never ran on the machine
     process = psutil.Popen(
-        [*DEMO, "rl"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*DEMO, "rl"],
+        env={**os.environ, "RAY_TMPDIR": str(absent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         found, actors = [], []
@@ -183,6 +188,7 @@ def test_ctrl_c_leaves_nothing_of_a_cluster():
     assert "no process is left" in output
     _, alive = psutil.wait_procs(found, timeout=10)
     assert alive == []
+    assert not absent.exists()
 
 
 def test_rl_without_ray_says_how_to_install_it(monkeypatch):
