@@ -253,6 +253,8 @@ def fake_session(
 ) -> Session:
     """Open a session on torch's fake backend: one process plays ``rank``, without communication.
 
+    Several may be open at a time, if they play the same rank.
+
     Args:
         layout: the layout.
         rank: the rank.
@@ -260,9 +262,13 @@ def fake_session(
         lanes: field -> lane. Fields on different lanes share no group. Default: all may share.
 
     Raises:
-        SessionError: torch.distributed is initialised already.
+        SessionError: torch.distributed is initialised already, in another way.
     """
     check_version()
+    taken = {session.name for session in open_sessions()}
+    name = "pretend"
+    while name in taken:
+        name += " too"
     world = fake_world(rank, max(layout.ranks) + 1)
     recipe = Recipe(
         "fake", lanes or {}, {}, frozenset(), all_gather_groups=False, gloo=frozenset(gloo)
@@ -270,7 +276,7 @@ def fake_session(
     try:
         check_recipe(recipe, world, layout)
         return Session(
-            layout, world, recipe, name="pretend", timeout=0, collective_timeout=world.timeout
+            layout, world, recipe, name=name, timeout=0, collective_timeout=world.timeout
         )
     except BaseException as error:
         world.close(abort=error, timeout=0)

@@ -19,6 +19,7 @@ from megapg.errors import (
     UnknownFieldError,
 )
 from megapg.layout import FIELDS, ParallelLayout
+from megapg.megatron import parallel_state, published
 from megapg.testing import fake_collection, refuse_closed_groups
 
 
@@ -248,12 +249,29 @@ def test_a_compiled_function_notices_a_closed_session():
 def test_fake_collection_refuses_what_it_cannot_play():
     with pytest.raises(LayoutError, match="rank 7 is not in this layout"), fake_collection(rank=7):
         pass
-    with (
-        fake_collection(),
-        pytest.raises(SessionError, match="destroy the current one"),
-        fake_collection(),
-    ):
-        pass
+    for more, wanted in (({"rank": 1}, 2), ({"tp": 8}, 8)):
+        with (
+            fake_collection(tp=2),
+            pytest.raises(SessionError, match=f"the first one world_size={wanted}"),
+            fake_collection(tp=more.pop("tp", 2), **more),
+        ):
+            pass
+    assert not dist.is_initialized()
+
+
+@pytest.mark.contract
+def test_two_fake_layouts_in_one_process():
+    with fake_collection(rank=3, tp=2, pp=2) as actor:
+        with fake_collection(rank=3, tp=4) as critic:
+            assert (actor.ranks("tp"), critic.ranks("tp")) == ((2, 3), (0, 1, 2, 3))
+            assert actor.tp.size() == 2
+            assert critic.tp.size() == 4
+            with published(critic), fake_collection(rank=3, pp=4) as third:
+                assert parallel_state.get_tensor_model_parallel_group() is critic.tp
+                assert third.rank("pp") == 3
+        with pytest.raises(StaleGroupError, match="pretend too"):
+            _ = critic.tp
+        assert actor.require("tp").rank("pp") == 1
     assert not dist.is_initialized()
 
 
