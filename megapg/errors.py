@@ -109,7 +109,10 @@ class NoGlobalGroupsError(NoCollectionError, MissingGlobalGroupError):
 
 
 class GlobalGroupsWarning(UserWarning):
-    """A function that was passed no collection took its groups from ``parallel_state``."""
+    """A function that was passed no collection took its groups from ``parallel_state``.
+
+    One rank of a node prints it. With a filter ``error`` or ``always`` every rank has it.
+    """
 
 
 class UnsupportedOptionError(MegapgError, ValueError):
