@@ -112,7 +112,7 @@ class LoadedCheckpoint:
 
     @override
     def __str__(self) -> str:
-        """Return a line for what was loaded, and one for each part that has something to report."""
+        """Return a line for what was loaded, and a line for each loss or difference."""
         lines = [f"{self.path}: {'a release' if self.release else f'iteration {self.iteration}'}"]
         rest = {
             "missing": ", ".join(self.missing),

@@ -156,8 +156,7 @@ class ProcessGroupCollection:
         object.__setattr__(self, "_lease", lease)
         object.__setattr__(self, "layout", layout)
         if type(self) is ProcessGroupCollection:
-            _OF_THIS_PROCESS[id(self)] = self
-            lease.collections.append(weakref.ref(self))
+            _watch(self, lease)
         single = (group for group in groups.values() if isinstance(group, dist.ProcessGroup))
         object.__setattr__(self, "_witness", next(single, None))
         object.__setattr__(self, "_extras", dict(extras))
@@ -315,10 +314,6 @@ class ProcessGroupCollection:
                 raise self._missing(self._absent(type(self).__name__, [name]))
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
-    def _end(self) -> None:
-        """Make every read of a field raise, from now on. For the lease."""
-        object.__setattr__(self, "__class__", _Ended)
-
     @override
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ProcessGroupCollection):
@@ -414,9 +409,21 @@ class _Ended(ProcessGroupCollection):
 _Ended.__name__ = ProcessGroupCollection.__name__  # for messages
 
 
+def _watch(pg: ProcessGroupCollection, lease: Lease) -> None:
+    """Have every read of a field raise after the end of the lease, and after a fork."""
+    known = weakref.ref(pg)
+    _OF_THIS_PROCESS[id(pg)] = pg
+    lease.collections.append(lambda: _end(known()))
+
+
+def _end(pg: ProcessGroupCollection | None) -> None:
+    if pg is not None:
+        object.__setattr__(pg, "__class__", _Ended)
+
+
 def _after_fork() -> None:
     for pg in list(_OF_THIS_PROCESS.values()):
-        pg._end()
+        _end(pg)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -58,7 +57,8 @@ class Lease:
             ``extra_groups`` that were made while the owner's groups were suspended.
         before_end: called before the owner closes the groups, while they still work, with the error
             that it closes for, if any. Their exceptions are raised after the groups are closed.
-        collections: the collections of these groups. Their fields raise once the lease has ended.
+        collections: called at the end, after ``at_end``; each makes the fields of one collection
+            raise.
         at_end: called before the owner closes the groups, or after it has lost them.
         at_succession: called after the end with the new collection (which has its own lease), if
             the owner re-creates the groups of the same layout.
@@ -71,9 +71,7 @@ class Lease:
     pid: int = dataclasses.field(default_factory=os.getpid)
     timeout: float | None = None
     scratch: dict[str, object] = dataclasses.field(default_factory=dict, repr=False)
-    collections: list[weakref.ref[ProcessGroupCollection]] = dataclasses.field(
-        default_factory=list, repr=False
-    )
+    collections: list[Callable[[], None]] = dataclasses.field(default_factory=list, repr=False)
     extra_groups: list[ProcessGroup] = dataclasses.field(default_factory=list, repr=False)
     find_extra_groups: list[Callable[[], None]] = dataclasses.field(
         default_factory=list, repr=False
@@ -107,10 +105,7 @@ class Lease:
         """
         self.scratch.clear()
         self.state, self.since = state, since
-        problems = _call_all(self.at_end)
-        for collection in filter(None, [known() for known in self.collections]):
-            collection._end()
-        if problems:
+        if problems := [*_call_all(self.at_end), *_call_all(self.collections)]:
             raise problems[0]
 
     def suspend(self, since: str) -> None:
