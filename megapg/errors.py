@@ -73,7 +73,12 @@ class MissingGlobalGroupError(MissingGroupError, AssertionError):
 
 
 class StaleGroupError(MegapgError, RuntimeError):
-    """The session that owns these groups has closed or suspended them."""
+    """The session that owns these groups has closed or suspended them.
+
+    Raised by every field of a collection whose groups were closed or made again. It is no
+    ``AttributeError``, so ``hasattr`` does not hide it. A module that copied a group still holds
+    the closed group, which nothing refuses but ``megapg.testing.refuse_closed_groups``.
+    """
 
 
 class ForeignGroupError(MegapgError, ValueError):
@@ -117,7 +122,10 @@ class NoGlobalGroupsError(NoCollectionError, MissingGlobalGroupError):
 
 
 class GlobalGroupsWarning(UserWarning):
-    """A function that was passed no collection took its groups from ``parallel_state``."""
+    """A function that was passed no collection took its groups from ``parallel_state``.
+
+    One rank of a node prints it. With a filter ``error`` or ``always`` every rank has it.
+    """
 
 
 class UnsupportedOptionError(MegapgError, ValueError):

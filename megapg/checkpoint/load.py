@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from typing_extensions import override
 
 from megapg import errors
 from megapg.checkpoint import optimizer as optimizers
@@ -110,6 +111,20 @@ class LoadedCheckpoint:
     rank_extra: object
     rank_extra_lost: str
     fallback: str
+
+    @override
+    def __str__(self) -> str:
+        """Return a line for what was loaded, and a line for each loss or difference."""
+        lines = [f"{self.path}: {'a release' if self.release else f'iteration {self.iteration}'}"]
+        rest = {
+            "missing": ", ".join(self.missing),
+            "unexpected": ", ".join(self.unexpected),
+            "resized": ", ".join(self.resized),
+            "rng": self.rng.reason if self.rng else "",
+            "rank_extra_lost": self.rank_extra_lost,
+            "fallback": self.fallback,
+        }
+        return "\n".join([*lines, *(f"  {name}: {text}" for name, text in rest.items() if text)])
 
 
 def load_checkpoint(

@@ -10,7 +10,9 @@ collection keeps apart:
 * **absent**: the attribute does not exist, ``hasattr`` is false, it is not in ``vars()``, and
   reading it raises :class:`~megapg.errors.MissingGroupError`.
 
-The collection never creates or destroys groups: the session does.
+The collection never creates or destroys groups: the session does. When the session closes its
+groups or makes them again, every read of a field raises :class:`~megapg.errors.StaleGroupError`,
+in ``hasattr`` too. Ranks, sizes and :meth:`~ProcessGroupCollection.describe` stay readable.
 """
 
 from __future__ import annotations
@@ -154,7 +156,7 @@ class ProcessGroupCollection:
         object.__setattr__(self, "_lease", lease)
         object.__setattr__(self, "layout", layout)
         if type(self) is ProcessGroupCollection:
-            _OF_THIS_PROCESS[id(self)] = self
+            _watch(self, lease)
         single = (group for group in groups.values() if isinstance(group, dist.ProcessGroup))
         object.__setattr__(self, "_witness", next(single, None))
         object.__setattr__(self, "_extras", dict(extras))
@@ -396,10 +398,11 @@ _OF_THIS_PROCESS: weakref.WeakValueDictionary[int, ProcessGroupCollection] = (
 )
 
 
-class _OfTheParent(ProcessGroupCollection):
-    """A collection in a forked child. Its groups are sockets of the parent: using them would hang.
+class _Ended(ProcessGroupCollection):
+    """A collection whose lease has ended, or one in a forked child: every read of a field raises.
 
-    Ranks and sizes are plain numbers and can still be read.
+    torch lets a destroyed gloo group answer, and a group of the parent process would hang. Ranks
+    and sizes are plain numbers and can still be read. A live collection has no such check to pay.
     """
 
     __slots__ = ()
@@ -412,9 +415,24 @@ class _OfTheParent(ProcessGroupCollection):
             return object.__getattribute__(self, name)
 
 
+_Ended.__name__ = ProcessGroupCollection.__name__  # for messages
+
+
+def _watch(pg: ProcessGroupCollection, lease: Lease) -> None:
+    """Have every read of a field raise after the end of the lease, and after a fork."""
+    known = weakref.ref(pg)
+    _OF_THIS_PROCESS[id(pg)] = pg
+    lease.collections.append(lambda: _end(known()))
+
+
+def _end(pg: ProcessGroupCollection | None) -> None:
+    if pg is not None:
+        object.__setattr__(pg, "__class__", _Ended)
+
+
 def _after_fork() -> None:
     for pg in list(_OF_THIS_PROCESS.values()):
-        object.__setattr__(pg, "__class__", _OfTheParent)
+        _end(pg)
 
 
 os.register_at_fork(after_in_child=_after_fork)

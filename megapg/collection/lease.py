@@ -57,6 +57,8 @@ class Lease:
             ``extra_groups`` that were made while the owner's groups were suspended.
         before_end: called before the owner closes the groups, while they still work, with the error
             that it closes for, if any. Their exceptions are raised after the groups are closed.
+        collections: called at the end, after ``at_end``; each makes the fields of one collection
+            raise.
         at_end: called before the owner closes the groups, or after it has lost them.
         at_succession: called after the end with the new collection (which has its own lease), if
             the owner re-creates the groups of the same layout.
@@ -69,6 +71,7 @@ class Lease:
     pid: int = dataclasses.field(default_factory=os.getpid)
     timeout: float | None = None
     scratch: dict[str, object] = dataclasses.field(default_factory=dict, repr=False)
+    collections: list[Callable[[], None]] = dataclasses.field(default_factory=list, repr=False)
     extra_groups: list[ProcessGroup] = dataclasses.field(default_factory=list, repr=False)
     find_extra_groups: list[Callable[[], None]] = dataclasses.field(
         default_factory=list, repr=False
@@ -102,7 +105,7 @@ class Lease:
         """
         self.scratch.clear()
         self.state, self.since = state, since
-        if problems := _call_all(self.at_end):
+        if problems := [*_call_all(self.at_end), *_call_all(self.collections)]:
             raise problems[0]
 
     def suspend(self, since: str) -> None:

@@ -274,14 +274,23 @@ def refuse(error: BaseException, launch: Launch | None = None) -> None:
 
 
 def fake_world(rank: int, size: int) -> World:
-    """Create WORLD on torch's fake backend: this process plays ``rank`` of ``size``.
+    """Return WORLD on torch's fake backend: this process plays ``rank`` of ``size``.
 
-    Nothing is communicated.
+    Nothing is communicated. A fake WORLD of this rank that is large enough is used again.
 
     Raises:
-        SessionError: torch.distributed is initialised already.
+        SessionError: torch.distributed is initialised already, in another way.
     """
     if dist.is_initialized():
+        world = current_world()
+        if world.backend == "fake" and world.rank == rank and world.size >= size:
+            return world
+        if world.backend == "fake":
+            raise SessionError(
+                f"this process plays rank {world.rank} of {world.size}, and can't play rank {rank} "
+                f"of {size} at the same time. Give both the same rank, and the first one "
+                f"world_size={max(size, world.size)}."
+            )
         raise SessionError(
             "a fake WORLD can't be made while torch.distributed is initialised; destroy the "
             "current one first."

@@ -88,12 +88,13 @@ def _cluster(say: Say) -> Iterator[list[int]]:
         "RAY_AUTH_TOKEN": secrets.token_hex(),  # else Ray writes one to the home directory
     }
     with (
-        overridden(environment),
         tempfile.TemporaryDirectory(prefix="megapg-ray-", dir="/tmp") as files,  # paths stay short
+        # With Ray's argument temp_dir, Ray writes a file to its default folder nevertheless.
+        overridden({**environment, "RAY_TMPDIR": files}),
     ):
         cluster = Cluster(
             initialize_head=True,
-            head_node_args={**NODE, "temp_dir": files, "resources": {"trainer": WORKERS}},
+            head_node_args={**NODE, "resources": {"trainer": WORKERS}},
         )
         try:
             cluster.add_node(**NODE, resources={"rollout": WORKERS})

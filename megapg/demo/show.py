@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from megapg.demo.verdict import Row, judge, judge_parity, judge_resumed, reads_o
 from megapg.launch.environment import overridden
 from megapg.layout import Field, ParallelLayout
 from megapg.megatron import GlobalRead
+from megapg.megatron.core import version_text
 from megapg.plan import load_cluster
 from megapg.plan.overview import DEFAULT_CLUSTER
 from megapg.plan.picture import draw_picture
@@ -42,7 +42,7 @@ def show(console: Console, layout: ParallelLayout, run: GPTRun, deadline: float)
     Raises:
         RankFailedError: a rank failed or the deadline passed; no process is left.
     """
-    version, text = importlib.metadata.version("megatron-core"), library_text()
+    version, text = version_text(), library_text()
     console.print(
         f"[bold]megapg demo[/]: a Megatron-core {version} GPT on {layout.world_size} CPU ranks "
         f"(gloo), {len(text):,} bytes of text\n"

@@ -78,6 +78,16 @@ def installed_version() -> tuple[int, int, int]:
     return version
 
 
+def version_text() -> str:
+    """Return the version of the installed Megatron-core as it spells it, such as ``0.20.0rc0``.
+
+    Asks the package: a checkout on ``PYTHONPATH`` has no metadata.
+    """
+    version = installed_version()
+    package = importlib.import_module(_PACKAGE_INFO)
+    return str(getattr(package, "__version__", _dotted(version)))
+
+
 def _version_in(package_info: ModuleType) -> tuple[int, int, int]:
     return int(package_info.MAJOR), int(package_info.MINOR), int(package_info.PATCH)
 

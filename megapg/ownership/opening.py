@@ -257,6 +257,8 @@ def fake_session(
 ) -> Session:
     """Open a session on torch's fake backend: one process plays ``rank``, without communication.
 
+    Several may be open at a time, if they play the same rank.
+
     Args:
         layout: the layout.
         rank: the rank.
@@ -264,9 +266,13 @@ def fake_session(
         lanes: field -> lane. Fields on different lanes share no group. Default: all may share.
 
     Raises:
-        SessionError: torch.distributed is initialised already.
+        SessionError: torch.distributed is initialised already, in another way.
     """
     check_version()
+    taken = {session.name for session in open_sessions()}
+    name = "pretend"
+    while name in taken:
+        name += " too"
     world = fake_world(rank, max(layout.ranks) + 1)
     recipe = Recipe(
         "fake", lanes or {}, {}, frozenset(), all_gather_groups=False, gloo=frozenset(gloo)
@@ -277,7 +283,7 @@ def fake_session(
             layout,
             world,
             recipe,
-            name="pretend",
+            name=name,
             timeout=0,
             collective_timeout=world.timeout,
             title="fake_collection()",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from megapg.layout import ParallelLayout
 from megapg.plan.cluster import Cluster
@@ -100,12 +99,14 @@ def memory_of(layout: ParallelLayout, cluster: Cluster, training: Training) -> M
 
 
 def _assumptions(training: Training) -> str:
+    from megapg.megatron.core import version_text  # imports torch, which such a plan needs anyway
+
     job, stage = training.job, training.fullest
     bits = 8 * stage.parameters // max(1, stage.weights)
     kind = "distributed" if job.distributed_optimizer else "plain"
     experts = ", equally many tokens for each expert" * bool(training.fields & {"ep", "tp_ep"})
     return (
-        f"Counted on the model that Megatron-core {version('megatron-core')} builds. Assumed: "
+        f"Counted on the model that Megatron-core {version_text()} builds. Assumed: "
         f"parameters of {bits} bits, Adam with fp32 state ({kind} optimizer), recomputation: "
         f"{job.recompute}{experts}."
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import Any
 
 import megapg
@@ -122,10 +121,12 @@ class Plan:
 
 
 def _as_json(training: Training) -> dict[str, Any]:
+    from megapg.megatron.core import version_text  # imports torch, which such a plan needs anyway
+
     totals = [each.total for each in training.stages]
     stages = zip(asdict(training)["stages"], totals, strict=True)
     return {
-        "megatron_core": version("megatron-core"),
+        "megatron_core": version_text(),
         "job": asdict(training.job),
         "weights": training.weights,
         "stages": [stage | {"total": total} for stage, total in stages],

@@ -65,3 +65,6 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept any name
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(importlib.import_module(_HOMES[name]), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_HOMES})

@@ -102,7 +102,9 @@ def preloaded(*modules: str) -> Iterator[None]:
     """
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with contextlib.ExitStack() as cleanup:
-        folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="megapg-"))
+        # The path of a socket has at most 107 bytes, and TMPDIR alone may be longer.
+        place = "/tmp" if len(os.fsencode(tempfile.gettempdir())) > 80 else None
+        folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="megapg-", dir=place))
         path = os.path.join(folder, "socket")
         theirs, lifeline = Pipe(duplex=False)
         with theirs, socket.socket(socket.AF_UNIX) as listener:

@@ -22,6 +22,9 @@ def fake_collection(
     return at once without touching the data. They are for code that asks for its place rather than
     for numbers; :func:`~megapg.testing.run_distributed` runs real ranks.
 
+    Blocks nest, for the layouts of two models in one process. All play the same rank, and the
+    outermost has the most ranks: give it ``world_size`` if needed.
+
     Args:
         rank: global rank to play.
         world_size: number of ranks in the layout. Default: the smallest that fits the sizes.
@@ -30,7 +33,7 @@ def fake_collection(
 
     Raises:
         LayoutError: the sizes don't fit, or ``rank`` is not in the layout.
-        SessionError: torch.distributed is initialised in this process.
+        SessionError: torch.distributed is initialised in this process, or another rank is played.
     """
     if not world_size:
         tp, pp = sizes.get("tp", 1), sizes.get("pp", 1)

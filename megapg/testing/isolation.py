@@ -1,4 +1,4 @@
-"""Restores ``parallel_state`` after a test."""
+"""Restores ``parallel_state`` after a test, and closes sessions and WORLD that it left open."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megapg import torch_private
 from megapg.megatron.adopting.variables import groups_in
 from megapg.megatron.core import globals_of_core, parallel_state_module
+from megapg.ownership.closing import leave, open_owners
 
 _Content: TypeAlias = "list[object] | dict[object, object] | None"
 
@@ -24,20 +25,44 @@ class Before:
     variables: Mapping[str, tuple[object, _Content]] = field(default_factory=dict)
     groups: frozenset[dist.ProcessGroup] = frozenset()  # groups in torch's registry
     world: bool = False  # True if WORLD existed
+    owners: frozenset[int] = frozenset()  # ids of the open sessions, and of other owners
 
     @classmethod
     def now(cls) -> Before:
         """Return the present state."""
         variables = {name: (value, _content(value)) for name, value in _variables().items()}
-        return cls(variables, frozenset(torch_private.known_groups()), dist.is_initialized())
+        groups, owners = frozenset(torch_private.known_groups()), frozenset(map(id, open_owners()))
+        return cls(variables, groups, dist.is_initialized(), owners)
+
+
+def close_owners(before: Before) -> list[str]:
+    """Close the sessions, and other owners of groups, that a test left open, and name them.
+
+    No other rank is waited for.
+    """
+    left = [owner for owner in open_owners() if id(owner) not in before.owners]
+    titles = [owner._title for owner in left]
+    for owner in reversed(left):
+        leave(owner)
+    return titles
+
+
+def close_world(before: Before) -> list[str]:
+    """Close WORLD if a test left it open, and name it.
+
+    It stays if a launcher started this process: the ranks of a job share WORLD between tests.
+    """
+    if dist.is_initialized() and not before.world and "RANK" not in os.environ:
+        dist.destroy_process_group()
+        return ["WORLD"]
+    return []
 
 
 def put_back(before: Before) -> str:
-    """Restore every variable of ``parallel_state``, close the groups left in it, and name these.
+    """Restore every variable of ``parallel_state``, close the groups left in it, and count these.
 
-    A group is closed if torch did not know it before the test. WORLD is closed if it did not exist
-    before and no launcher started this process: the ranks of a job share WORLD between tests. If
-    Megatron-core was not yet imported, the variables end as after an import.
+    A group is closed if torch did not know it before the test. If Megatron-core was not yet
+    imported, the variables end as after an import.
     """
     held = set(groups_in(_variables()))
     _restore(before)
@@ -45,11 +70,7 @@ def put_back(before: Before) -> str:
     for group in reversed(new):
         if torch_private.knows(group):
             dist.destroy_process_group(group)
-    left = [f"{len(new)} process groups in parallel_state"] if new else []
-    if dist.is_initialized() and not before.world and "RANK" not in os.environ:
-        dist.destroy_process_group()
-        left.append("WORLD")
-    return " and ".join(left)
+    return f"{len(new)} process groups in parallel_state" if new else ""
 
 
 def _variables() -> dict[str, object]:

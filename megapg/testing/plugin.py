@@ -5,10 +5,12 @@
 
 * the fixture :func:`megapg_collection`: a collection of any layout, in one process;
 * ``parallel_state`` restored after each test, with the groups that a test left in it closed;
+* an error of the test that leaves WORLD or a session open, which is closed before the next test;
+* tracebacks without megapg's own frames, if megapg raised one of its errors (``--full-trace``);
 * a summary of the code that read Megatron's globals, with the replacements;
 * ``--megapg-forbid-globals``, which turns every such read into an error.
 
-If Megatron-core is not imported, the plugin does nothing. It does not see reads in other processes,
+It imports neither torch nor Megatron-core. It does not see reads in other processes,
 such as the ranks of ``run_distributed``.
 """
 
@@ -95,10 +97,21 @@ def _megapg_isolation(request: pytest.FixtureRequest) -> Iterator[None]:
 
         before = Before.now()
     yield
-    if _PARALLEL_STATE in sys.modules:
-        from megapg.testing.isolation import Before, put_back
+    if "torch.distributed" not in sys.modules:
+        return
+    from megapg.testing.isolation import Before, close_owners, close_world, put_back
 
-        request.node.stash[_LEFT] = put_back(before or Before())
+    before = before or Before()
+    still_open = close_owners(before)
+    groups = put_back(before) if _PARALLEL_STATE in sys.modules else ""
+    still_open += close_world(before)
+    request.node.stash[_LEFT] = " and ".join([*filter(None, [groups]), *still_open])
+    if still_open:
+        pytest.fail(
+            f"{request.node.nodeid} left {' and '.join(still_open)} open; closed now. Open a "
+            "session in a `with` block, and destroy a WORLD that the test has made.",
+            pytrace=False,
+        )
 
 
 # -- who reads -------------------------------------------------------------------------------
@@ -135,6 +148,8 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    if call.excinfo is not None:
+        _hide_frames()
     report = yield
     if call.when == "teardown":
         # Plain data on the report, because only that returns from a worker of xdist.
@@ -142,6 +157,18 @@ def pytest_runtest_makereport(
         reads = [asdict(read) for read in trace.reads] if trace else []
         vars(report)[_REPORT] = {"reads": reads, "left": item.stash.get(_LEFT, "")}
     return report
+
+
+def _hide_frames() -> None:
+    """Hide megapg's frames in the traceback of one of its own errors."""
+    from megapg.errors import MegapgError
+
+    def of_an_error(excinfo: pytest.ExceptionInfo[BaseException]) -> bool:
+        return isinstance(excinfo.value, MegapgError)
+
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "megapg":
+            vars(module)["__tracebackhide__"] = of_an_error  # pytest asks the globals of a frame
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

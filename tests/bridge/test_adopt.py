@@ -169,6 +169,8 @@ def six_cycles():
         assert state() == FRESH
         with raises(StaleGroupError, "megatron.core.parallel_state, adopted"):
             groups.require("tp")
+        with raises(StaleGroupError, "pg.tp: the process groups of megatron.core.parallel_state"):
+            hasattr(groups, "tp")
         del made, groups, owner
         told.append(settled(told[0]) if told else resources())
     everyone()

@@ -433,3 +433,25 @@ def _both_ways():
 def test_real_ranks_talk_on_what_was_resolved():
     expected = [[1, 0], [1, 1]]
     assert run_distributed(_both_ways, 2) == [(sums, sums) for sums in expected]
+
+
+@pytest.mark.usefixtures("initialised")
+@pytest.mark.parametrize(
+    ("rank", "action", "seen"), [(0, "default", 1), (1, "default", 0), (1, "always", 1)]
+)
+def test_one_rank_of_a_node_prints_the_warning(monkeypatch, rank, action, seen):
+    """A filter that a program set itself holds on every rank."""
+    for name, value in {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        warnings.simplefilter(action)
+        resolve(None, owner=f"{rank} {action}").rank("tp")
+    assert [each.category for each in caught] == [GlobalGroupsWarning] * seen

@@ -323,3 +323,15 @@ def test_every_getter_and_every_private_global_has_a_replacement():
         kinds = {p.kind for p in inspect.signature(getter).parameters.values()}
         assert kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}  # kinds that the hook handles
     assert replacement("get_no_such_thing", {}) == replacement("_NO_SUCH", {}) == NOTHING_KNOWN
+
+
+def test_a_trace_prints_the_places():
+    with fake_collection(tp=2) as pg, published(pg), trace_global_reads() as trace:
+        for _ in range(3):
+            parallel_state.get_tensor_model_parallel_rank()
+    assert repr(trace) == "<Trace: 3 reads from 1 places>"
+    assert re.fullmatch(
+        r"<Trace: .*>\n  test_trace:\d+ \(test_a_trace_prints_the_places\) reads "
+        r'get_tensor_model_parallel_rank, 3 times: write pg\.rank\("tp"\)',
+        str(trace),
+    )

@@ -3,9 +3,11 @@
 import os
 import time
 import warnings
+from argparse import Namespace
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import megatron_training
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from resuming import RUN, Schedule, Training, cut, distributed, equal, sizes, weights
 
 import megapg
-from megapg import ProcessGroupCollection
+from megapg import LoadedCheckpoint, ProcessGroupCollection
 from megapg.checkpoint.contents import read_contents
 from megapg.checkpoint.writer import write_items
 from megapg.errors import (
@@ -387,3 +389,26 @@ def slow_at_first(me):
 
 def test_saves_at_the_same_time_and_after_failures(tmp_path):
     distributed(partial(several, str(tmp_path)), 2)
+
+
+def test_what_was_loaded_prints_in_short_lines():
+    loaded = LoadedCheckpoint(
+        path=Path("ckpt/iter_0000010"),
+        iteration=10,
+        release=False,
+        args=Namespace(**{f"option_{n}": n for n in range(100)}),
+        extra={},
+        num_floating_point_operations=0.0,
+        missing=("bias", "weight"),
+        unexpected=(),
+        resized={},
+        rng=None,
+        rank_extra=None,
+        rank_extra_lost="",
+        fallback="iter_0000012 is damaged",
+    )
+    assert str(loaded).splitlines() == [
+        "ckpt/iter_0000010: iteration 10",
+        "  missing: bias, weight",
+        "  fallback: iter_0000012 is damaged",
+    ]

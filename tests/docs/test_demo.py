@@ -1,13 +1,16 @@
 """Run ``megapg demo`` as a user does."""
 
 import contextlib
+import importlib.util
 import os
 import re
 import signal
+import site
 import subprocess
 import sys
 import time
 import uuid
+import venv
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from processes import captured
 from typer.testing import CliRunner
 
+import megapg
 from megapg.cli import app
 from megapg.demo import ranks
 from megapg.demo.job import GPTRun, TrainingResult
@@ -25,6 +29,7 @@ from megapg.demo.rl_verdict import Left, Refitted, Story, judge_rl
 from megapg.demo.rl_workers import State
 from megapg.demo.verdict import judge, judge_resumed
 from megapg.megatron import GlobalRead
+from megapg.megatron.core import installed_version
 from megapg.testing import run_distributed
 
 DEMO = [sys.executable, "-m", "megapg", "demo"]
@@ -35,13 +40,33 @@ def in_process(arguments):
     return CliRunner(env={"COLUMNS": "140"}).invoke(app, ["demo", *arguments.split()])
 
 
+@pytest.fixture
+def on_a_checkout(tmp_path):
+    """Return a function that runs megapg with Megatron-core from a checkout on PYTHONPATH.
+
+    There is no metadata of it: an environment with links to all other packages is made.
+    """
+    (core,) = importlib.util.find_spec("megatron.core").submodule_search_locations
+    (tmp_path / "checkout" / "megatron").mkdir(parents=True)
+    (tmp_path / "checkout" / "megatron" / "core").symlink_to(core)
+    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
+    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    for each in [each for path in site.getsitepackages() for each in Path(path).iterdir()]:
+        if not each.name.startswith("megatron") and not (packages / each.name).exists():
+            (packages / each.name).symlink_to(each)
+    python = tmp_path / "env" / "bin" / "python"
+    paths = os.pathsep.join(map(str, (tmp_path / "checkout", Path(megapg.__file__).parents[1])))
+
+    def run(*arguments):
+        env = {**os.environ, "PYTHONPATH": paths, "COLUMNS": "140", "OMP_NUM_THREADS": "1"}
+        return captured([python, "-m", "megapg", *arguments], timeout=280, env=env, cwd=tmp_path)
+
+    return run
+
+
 @pytest.mark.contract
-def test_two_ranks_hold_every_row():
-    done = captured(
-        [*DEMO, *SMALL.split(), "--world-size", "2"],
-        timeout=280,
-        env={**os.environ, "COLUMNS": "140"},
-    )
+def test_two_ranks_hold_every_row_on_a_checkout(on_a_checkout):
+    done = on_a_checkout("demo", *SMALL.split(), "--world-size", "2")
     shown = done.stdout + done.stderr
     assert done.returncode == 0, shown
     assert "on 2 CPU ranks" in shown
@@ -57,6 +82,18 @@ def test_two_ranks_hold_every_row():
     picture = done.stdout.partition("the same layout on GPUs: ")[2]
     assert picture.startswith("megapg plan --world-size 2 --tp 2\n")
     assert picture.endswith("   0    0  0\n")
+
+
+@pytest.mark.contract
+def test_a_plan_of_a_model_on_a_checkout(on_a_checkout, tmp_path):
+    (tmp_path / "small.toml").write_text(
+        "seq_length = 64\n[model]\nvocab_size = 256\n"
+        "[config]\nnum_layers = 1\nhidden_size = 64\nnum_attention_heads = 4\n"
+    )
+    done = on_a_checkout("plan", "--world-size", "1", "--model", "small.toml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    version = ".".join(map(str, installed_version()))
+    assert f"Megatron-core {version} builds" in " ".join(done.stdout.split())
 
 
 @pytest.mark.slow
@@ -125,9 +162,14 @@ def test_ctrl_c_leaves_no_process():
 
 
 @pytest.mark.ray
-def test_ctrl_c_leaves_nothing_of_a_cluster():
+def test_ctrl_c_leaves_nothing_of_a_cluster(tmp_path):
+    absent = tmp_path / "absent"  # Ray's default folder, if Ray never ran on the machine
     process = psutil.Popen(
-        [*DEMO, "rl"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*DEMO, "rl"],
+        env={**os.environ, "RAY_TMPDIR": str(absent)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         found, actors = [], []
@@ -146,6 +188,7 @@ def test_ctrl_c_leaves_nothing_of_a_cluster():
     assert "no process is left" in output
     _, alive = psutil.wait_procs(found, timeout=10)
     assert alive == []
+    assert not absent.exists()
 
 
 def test_rl_without_ray_says_how_to_install_it(monkeypatch):

@@ -39,6 +39,7 @@ BLOCKS = shown("README.md")
 OF_SESSIONS = shown("migration_guide/sessions.md")
 OF_CHECKPOINTS = shown("migration_guide/checkpoints.md")
 OF_WRONG_GROUPS = shown("migration_guide/wrong-group.md")
+OF_TRAINING = shown("migration_guide/train.md")
 OF_TENSOR_TYPES = shown("migration_guide/tensor-types.md")
 # The first line of each block on the page "By hand" has its name.
 BY_HAND = {
@@ -47,19 +48,20 @@ BY_HAND = {
 ON_TWO_RANKS = [name for name, source in BY_HAND.items() if "on two ranks" in source.split("\n")[0]]
 
 
-def as_script(script):
+def as_script(script, *arguments):
     """Run a program in this process, and return what it prints."""
     os.chdir(script.parent)
+    sys.argv[1:] = arguments
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(script), run_name="__main__")
     return printed.getvalue().replace(str(script), script.name)
 
 
-def on_ranks(tmp_path, source, world_size=2, name="example.py"):
+def on_ranks(tmp_path, source, world_size=2, name="example.py", arguments=()):
     """Return what each rank prints; the ranks have imported torch and Megatron-core already."""
     script = tmp_path / name
     script.write_text(source)
-    return run_distributed(partial(as_script, script), world_size, deadline=200)
+    return run_distributed(partial(as_script, script, *arguments), world_size, deadline=200)
 
 
 def on_two_ranks(tmp_path, source):
@@ -68,7 +70,7 @@ def on_two_ranks(tmp_path, source):
 
 def test_there_are_as_many_examples_as_tests_here():
     pages = (BLOCKS, OF_SESSIONS, OF_CHECKPOINTS, OF_WRONG_GROUPS, OF_TENSOR_TYPES)
-    assert [len(page) for page in pages] == [4, 3, 2, 5, 1]
+    assert [len(page) for page in (*pages, OF_TRAINING)] == [4, 3, 2, 5, 1, 1]
     assert [*BY_HAND] == ["where_you_are.py", "see.py", "publish.py", "moved.py", *ON_TWO_RANKS[2:]]
     assert ON_TWO_RANKS[2:] == ["resolve.py", "at_hand.py", "pass.py", "shadow.py", "forbid.py"]
 
@@ -133,6 +135,27 @@ def test_the_checkpoint_example_and_the_commands_on_what_it_saved(tmp_path, monk
     assert len(commands) == 2
     for command in commands:
         assert "10" in megapg(command)[1]
+
+
+@pytest.mark.contract
+def test_the_program_of_the_page_on_training_goes_on_in_another_layout(tmp_path):
+    (source,) = OF_TRAINING
+    assert len(source.splitlines()) <= 100
+    commands = re.findall(r"train\.py (.*)", "".join(shown("migration_guide/train.md", "console")))
+    assert commands == ["2 2 4", "1 2 4"]
+
+    def losses(folder, arguments):
+        folder.mkdir(exist_ok=True)
+        said = on_ranks(folder, source, 4, "train.py", arguments.split())
+        found = [re.findall(r"step (\d), loss (\d\.\d{4})", each) for each in said]
+        assert found[1:] == found[:1] * 3
+        return {int(step): float(loss) for step, loss in found[0]}
+
+    first, second = (losses(tmp_path / "resumed", command) for command in commands)
+    whole = losses(tmp_path / "whole", "2 2 8")
+    assert [*first, *second] == [*whole] == [*range(8)]
+    assert {**first, **second} == pytest.approx(whole, abs=2e-4)
+    assert whole[7] < whole[4] < whole[0]
 
 
 @pytest.mark.contract

@@ -19,6 +19,7 @@ from megapg.errors import (
     UnknownFieldError,
 )
 from megapg.layout import FIELDS, ParallelLayout
+from megapg.megatron import parallel_state, published
 from megapg.testing import fake_collection, refuse_closed_groups
 
 
@@ -202,26 +203,75 @@ def test_the_lease_is_outside_equality(pg):
 def test_a_closed_session_ends_the_lease_and_strict_tests_see_the_use():
     with fake_collection(tp=2) as pg:
         dist.all_reduce(torch.ones(1), group=pg.tp)
+        group = pg.tp
     with pytest.raises(StaleGroupError, match="closed at"):
         pg.require("tp")
     assert "closed" in repr(pg)
     ask = dist.distributed_c10d._rank_not_in_group
     with fake_collection(tp=2), refuse_closed_groups():
         with pytest.raises(StaleGroupError, match="destroyed process group"):
-            dist.all_reduce(torch.ones(1), group=pg.tp)
+            dist.all_reduce(torch.ones(1), group=group)
         dist.all_reduce(torch.ones(1))
     assert dist.distributed_c10d._rank_not_in_group is ask
+
+
+@pytest.mark.contract
+def test_every_field_of_a_closed_session_raises():
+    with fake_collection(tp=2, gloo=("dp_cp",)) as pg:
+        known = (repr(pg), hash(pg), pg.describe(), pg.present(), pg.ranks("tp"), pg.size("dp"))
+        holder = {pg: copy.deepcopy(pg)}
+    for field in (*FIELDS, "extras"):
+        for read in (getattr, hasattr):  # hasattr must not hide it
+            with pytest.raises(StaleGroupError, match=rf"pg.{field}: .*pretend.* were closed at"):
+                read(pg, field)
+    assert not issubclass(StaleGroupError, AttributeError)
+    now = (repr(pg), hash(pg), pg.describe(), pg.present(), pg.ranks("tp"), pg.size("dp"))
+    assert now == (known[0].replace(":", " closed:", 1), *known[1:])
+    assert {*vars(pg)} == {*pg.present()}  # the newest Megatron-core tests presence with vars()
+    assert holder[pg] is pg is copy.copy(pg)
+    assert isinstance(pg, Collection)
+    with pytest.raises(TypeError, match="can't be pickled"):
+        pickle.dumps(pg)
+
+
+def test_a_compiled_function_notices_a_closed_session():
+    def answer(x):
+        return x + pg.tp.rank()
+
+    with fake_collection(tp=2, rank=1) as pg:
+        whole, parts = (torch.compile(answer, backend="eager", fullgraph=f) for f in (True, False))
+        assert whole(torch.zeros(1)) == parts(torch.zeros(1)) == 1
+    for run in (whole, parts):  # torch can't trace the check: it runs in Python, or is refused
+        with pytest.raises((StaleGroupError, torch._dynamo.exc.Unsupported)):
+            run(torch.zeros(1))
 
 
 def test_fake_collection_refuses_what_it_cannot_play():
     with pytest.raises(LayoutError, match="rank 7 is not in this layout"), fake_collection(rank=7):
         pass
-    with (
-        fake_collection(),
-        pytest.raises(SessionError, match="destroy the current one"),
-        fake_collection(),
-    ):
-        pass
+    for more, wanted in (({"rank": 1}, 2), ({"tp": 8}, 8)):
+        with (
+            fake_collection(tp=2),
+            pytest.raises(SessionError, match=f"the first one world_size={wanted}"),
+            fake_collection(tp=more.pop("tp", 2), **more),
+        ):
+            pass
+    assert not dist.is_initialized()
+
+
+@pytest.mark.contract
+def test_two_fake_layouts_in_one_process():
+    with fake_collection(rank=3, tp=2, pp=2) as actor:
+        with fake_collection(rank=3, tp=4) as critic:
+            assert (actor.ranks("tp"), critic.ranks("tp")) == ((2, 3), (0, 1, 2, 3))
+            assert actor.tp.size() == 2
+            assert critic.tp.size() == 4
+            with published(critic), fake_collection(rank=3, pp=4) as third:
+                assert parallel_state.get_tensor_model_parallel_group() is critic.tp
+                assert third.rank("pp") == 3
+        with pytest.raises(StaleGroupError, match="pretend too"):
+            _ = critic.tp
+        assert actor.require("tp").rank("pp") == 1
     assert not dist.is_initialized()
 
 

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import random as core_random
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+import megapg.testing
 from megapg.testing import megatron_on_cpu
 from megapg.testing.cpu import PATCHES
 
@@ -125,3 +126,7 @@ def test_layer_norm_under_sequence_parallelism():
         assert config.sequence_parallel
     with pytest.raises(AssertionError, match="sequence parallel"):
         WrappedTorchNorm(config, 8)
+
+
+def test_dir_lists_the_names_of_the_testing_package():
+    assert {*megapg.testing.__all__} <= {*dir(megapg.testing)}

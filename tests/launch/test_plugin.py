@@ -118,7 +118,7 @@ def test_fixture_isolation_and_summary(run):
                     assert not parallel_state._TENSOR_MODEL_PARALLEL_GROUP
         """,
     )
-    result.assert_outcomes(passed=8)
+    result.assert_outcomes(passed=8, errors=1)  # WORLD is open after test_leaves_globals
     summary = result.stdout.str().partition("Megatron's globals (megapg)")[2]
     place = r"user_code:\d+ reads get_data_parallel_world_size, 2 times: write "
     assert re.search(place + re.escape(DP_SIZE), summary)
@@ -203,7 +203,8 @@ def test_without_megatron_core_it_does_nothing_and_then_restores_its_import(run)
                 assert state["_HYBRID_DP_CP_GROUPS"] == {}
         """,
     )
-    result.assert_outcomes(passed=3)
+    result.assert_outcomes(passed=3, errors=1)
+    assert "ERROR at teardown of test_imports" in result.stdout.str()
     assert "test_imports left " in result.stdout.str()
     assert "test_nothing left " not in result.stdout.str()
 
@@ -225,6 +226,46 @@ def test_a_jobs_world_is_left_alone(run, monkeypatch):
         """
     )
     result.assert_outcomes(passed=2)
+
+
+LEAKS = """
+import megapg
+import torch.distributed as dist
+
+class Kept:
+    pass
+
+def test_world():
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=4)
+
+def test_after_world():
+    assert not dist.is_initialized()
+    Kept.session = megapg.session(name="kept")
+
+def test_after_session():
+    assert not dist.is_initialized()
+    assert megapg.open_sessions() == ()
+    with megapg.session(name="kept"):
+        pass
+
+def test_closed_use():
+    Kept.session.groups
+"""
+
+
+def test_a_test_that_leaves_world_or_a_session_open_fails(run):
+    result = run(test_it=LEAKS)
+    result.assert_outcomes(passed=3, errors=2, failed=1)
+    output = result.stdout.str()
+    for name, what in (("world", "WORLD"), ("after_world", "session 'kept'")):
+        assert f"ERROR at teardown of test_{name} " in output
+        assert f"test_it.py::test_{name} left {what} open; closed now." in output
+    # The error stands at the line of the test, without the frames of megapg.
+    assert "SessionError" in output
+    assert re.search(r"^> +Kept.session.groups$", output, re.M)
+    assert "owner.py" not in output
+    whole = run("--full-trace", "-k", "closed or after_world", test_it=LEAKS)
+    assert "owner.py" in whole.stdout.str()
 
 
 def test_the_help_says_what_it_is_for(run):

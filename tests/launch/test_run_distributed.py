@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -509,6 +510,17 @@ def test_preloaded_modules_are_imported_once(monkeypatch: pytest.MonkeyPatch) ->
         assert again[1:] == (interpreter, "2", False, before)
     assert PRELOADED not in os.environ
     assert gone([interpreter])
+
+
+def test_a_preloaded_interpreter_in_a_long_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a socket has at most 107 bytes."""
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with preloaded(rank_functions.__name__):
+        assert run_without_torch(rank, 2) == [0, 1]
 
 
 def test_ranks_run_without_a_preloaded_interpreter_that_failed(

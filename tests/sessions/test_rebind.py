@@ -177,14 +177,14 @@ class Named(tuple):  # has a __dict__
 def test_attributes_containers_and_what_is_made_anew(change):
     old, new = change.old, change.new
     layer = nn.Linear(2, 2)
-    layer.tp_group, layer.pg_collection = old.tp, old
-    layer.weight.shared_by = old.dp  # as Megatron marks its parameters
-    layer.weight.register_hook(partial(print, old.cp))
+    layer.tp_group, layer.pg_collection = vars(old)["tp"], old
+    layer.weight.shared_by = vars(old)["dp"]  # as Megatron marks its parameters
+    layer.weight.register_hook(partial(print, vars(old)["cp"]))
     accumulator = layer.weight.expand_as(layer.weight).grad_fn.next_functions[0][0]
-    hook = partial(print, old.dp)
+    hook = partial(print, vars(old)["dp"])
     accumulator.register_hook(hook)  # as Megatron's DDP does
-    slotted = SlottedToo(old.tp)
-    slotted.more = [old.pp]
+    slotted = SlottedToo(vars(old)["tp"])
+    slotted.more = [vars(old)["pp"]]
     core = change.core
     del change.core
     things = Plain(
@@ -194,13 +194,13 @@ def test_attributes_containers_and_what_is_made_anew(change):
         core=core,
         accumulator=accumulator,
         number=3,
-        by_name=OrderedDict(tp=old.tp, dp=old.dp),
-        by_group={old.tp: 1, (old.dp, "x"): [old.pp], 7: 8},
-        nested=(1, ("a", (old.cp,)), Pair(old.tp, 0.5)),
-        some={old.tp, 4},
-        some_frozen=frozenset({old.tp, 4}),
-        recent=deque([old.tp, old.dp], maxlen=2),
-        lazily=defaultdict(partial(list, (old.tp,)), {1: old.pp}),
+        by_name=OrderedDict(tp=vars(old)["tp"], dp=vars(old)["dp"]),
+        by_group={vars(old)["tp"]: 1, (vars(old)["dp"], "x"): [vars(old)["pp"]], 7: 8},
+        nested=(1, ("a", (vars(old)["cp"],)), Pair(vars(old)["tp"], 0.5)),
+        some={vars(old)["tp"], 4},
+        some_frozen=frozenset({vars(old)["tp"], 4}),
+        recent=deque([vars(old)["tp"], vars(old)["dp"]], maxlen=2),
+        lazily=defaultdict(partial(list, (vars(old)["tp"],)), {1: vars(old)["pp"]}),
         untouched=(1, (2, 3), new.tp),
     )
     untouched = things.untouched
@@ -259,9 +259,13 @@ def decorated(function, group):
     return inner
 
 
+def defaulting(group):
+    return lambda group=group: group
+
+
 def test_what_is_bound_to_functions(change):
     old, new = change.old, change.new
-    holder = Plain(group=old.tp)
+    holder = Plain(group=vars(old)["tp"])
 
     def local():
         return both, late
@@ -270,16 +274,16 @@ def test_what_is_bound_to_functions(change):
         nonlocal both
         return both
 
-    both = old.dp
+    both = vars(old)["dp"]
     things = {
-        "partial": partial(local, old.tp, group=old.dp),
-        "of a method": partial(holder.method, (old.pp,)),
-        "decorated": decorated(local, old.cp),
+        "partial": partial(local, vars(old)["tp"], group=vars(old)["dp"]),
+        "of a method": partial(holder.method, (vars(old)["pp"],)),
+        "decorated": decorated(local, vars(old)["cp"]),
         "closure": other,
         "bound": holder.method,
-        "of the group": old.tp.size,
+        "of the group": vars(old)["tp"].size,
         "of the collection": old.rank,
-        "lambda": lambda group=old.tp: group,
+        "lambda": defaulting(vars(old)["tp"]),
         "in place": holder.__dict__.get,
     }
     rebound = change.over(things)
@@ -306,17 +310,19 @@ def test_weak_references_and_collections_of_borrowed_groups(change):
     old, new = change.old, change.new
     gone = []
     borrowed = ProcessGroupCollection.from_groups(tp=new.tp)
-    vars(borrowed)["dp"] = old.dp  # as from_groups(dp=old.dp) made it while the group was open
+    vars(borrowed)["dp"] = vars(old)[
+        "dp"
+    ]  # as from_groups(dp=vars(old)["dp"]) made it while the group was open
     things = Plain(
-        one=weakref.ref(old.tp),
+        one=weakref.ref(vars(old)["tp"]),
         told=weakref.ref(old, gone.append),
-        key=weakref.WeakKeyDictionary({old.tp: old.dp, old.dp: 2}),
-        value=weakref.WeakValueDictionary({"tp": old.tp}),
-        every=weakref.WeakSet([old.tp]),
+        key=weakref.WeakKeyDictionary({vars(old)["tp"]: vars(old)["dp"], vars(old)["dp"]: 2}),
+        value=weakref.WeakValueDictionary({"tp": vars(old)["tp"]}),
+        every=weakref.WeakSet([vars(old)["tp"]]),
         borrowed=borrowed,
         twice=[borrowed],
     )
-    target = Plain(group=old.pp)
+    target = Plain(group=vars(old)["pp"])
     things.to_target = weakref.ref(target)
     rebound = change.over(things)
     assert not rebound.left
@@ -331,21 +337,21 @@ def test_weak_references_and_collections_of_borrowed_groups(change):
     assert things.borrowed.dp is new.dp
     assert things.borrowed.tp is new.tp
     assert things.borrowed.lease is borrowed.lease
-    assert borrowed.dp is old.dp  # a frozen collection stays unchanged
+    assert borrowed.dp is vars(old)["dp"]  # a frozen collection stays unchanged
     assert "Plain.borrowed.dp" in rebound.replaced
     assert "Plain.twice[0]" in rebound.replaced
 
 
 def test_cycles_and_depth(change):
     old, new = change.old, change.new
-    first = last = Plain(group=old.tp)
+    first = last = Plain(group=vars(old)["tp"])
     for _ in range(20_000):
-        last.next = Plain(group=old.tp, back=last)
+        last.next = Plain(group=vars(old)["tp"], back=last)
         last = last.next
     last.next = first
-    last.ring = ([last.ring] if hasattr(last, "ring") else [], old.dp)
+    last.ring = ([last.ring] if hasattr(last, "ring") else [], vars(old)["dp"])
     last.ring[0].append(last.ring)
-    deep = (old.tp,)
+    deep = (vars(old)["tp"],)
     for _ in range(20_000):
         deep = (deep,)
     rebound = change.over(first, [deep], Plain(module=nn.Module()))
@@ -397,34 +403,34 @@ def test_what_cannot_be_replaced_is_told_of(change):
     def generator(group):
         yield group
 
-    running = generator(old.tp)
+    running = generator(vars(old)["tp"])
     next(running)
-    cached(old.tp, 1)
-    named = Named((old.tp, 1))
-    named.group = old.dp
+    cached(vars(old)["tp"], 1)
+    named = Named((vars(old)["tp"], 1))
+    named.group = vars(old)["dp"]
     mesh = DeviceMesh.from_group(new.tp, "cpu")
     sharded = nn.Linear(2, 2)  # torch changes its class, but not its attributes
-    sharded.tp_group = old.tp
+    sharded.tp_group = vars(old)["tp"]
     fully_shard(sharded, mesh=mesh)
-    mesh._pg_registry = {"name": old.tp}
+    mesh._pg_registry = {"name": vars(old)["tp"]}
     wrapper = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     nn.Module.__init__(wrapper)
-    wrapper.process_group = old.dp
-    wrapper.module = Plain(group=old.dp)  # the wrapped object belongs to the user
+    wrapper.process_group = vars(old)["dp"]
+    wrapper.module = Plain(group=vars(old)["dp"])  # the wrapped object belongs to the user
     things = Plain(
-        frozen=Frozen(old.tp, [old.tp]),
+        frozen=Frozen(vars(old)["tp"], [vars(old)["tp"]]),
         running=running,
         cached=cached,
         named=named,
         mesh=mesh,
         wrapper=wrapper,
         sharded=sharded,
-        name=old.tp.group_name,
-        iterator=iter([old.cp]),
-        proxy=Proxy(old.tp),
-        locked=Locked(group=old.tp),
+        name=vars(old)["tp"].group_name,
+        iterator=iter([vars(old)["cp"]]),
+        proxy=Proxy(vars(old)["tp"]),
+        locked=Locked(group=vars(old)["tp"]),
     )
-    rebound = change.over(things, old.tp, (old.dp,))
+    rebound = change.over(things, vars(old)["tp"], (vars(old)["dp"],))
     left = dict(line.split(": ", 1) for line in rebound.left)
     in_cache = {path for path in left if path.startswith("Plain.cached<")}
     assert {left.pop(path) for path in in_cache} == {"a cache; call its cache_clear()"}
@@ -469,14 +475,17 @@ class Elsewhere:
 def test_what_is_held_elsewhere_is_told_of(change):
     old, new = change.old, change.new
     del change.core  # holds old groups, too
-    model, forgotten = Plain(group=old.tp), Plain(group=old.tp, pg=old)
-    Elsewhere.group = old.dp
-    shared, another = old.cp, torch.ones(2)  # objects that must not be compared for equality
+    model, forgotten = Plain(group=vars(old)["tp"]), Plain(group=vars(old)["tp"], pg=old)
+    Elsewhere.group = vars(old)["dp"]
+    shared, another = (
+        vars(old)["cp"],
+        torch.ones(2),
+    )  # objects that must not be compared for equality
 
     def hook():
         return another, shared
 
-    garbage = Plain(group=old.tp)
+    garbage = Plain(group=vars(old)["tp"])
     garbage.itself = garbage
     gc.collect()
     del garbage
@@ -495,7 +504,7 @@ def test_what_is_held_elsewhere_is_told_of(change):
 
 
 def test_what_is_frozen_and_held_elsewhere_is_told_of(change):
-    Elsewhere.group = change.old.dp
+    Elsewhere.group = vars(change.old)["dp"]
     del change.core, change.old
     gc.freeze()
     try:
@@ -508,7 +517,7 @@ def test_what_is_frozen_and_held_elsewhere_is_told_of(change):
 
 
 def test_what_lives_on_in_a_local_variable_is_told_of(change):
-    held = change.old.tp
+    held = vars(change.old)["tp"]
     del change.core
     model = Plain(pg=change.old, group=held)
     rebound = rebind([model, vars(change)], change.replacements)
@@ -524,23 +533,23 @@ def test_what_lives_on_in_a_local_variable_is_told_of(change):
 def test_other_sessions_and_modules_are_not_entered(change):
     old, new = change.old, change.new
     module = types.ModuleType("a_module")
-    module.group = old.tp
+    module.group = vars(old)["tp"]
 
     class Holder:
-        group = old.dp
+        group = vars(old)["dp"]
 
     with megapg.session(name="other", timeout=30) as other:
-        other.note = old.tp
-        globals()["_held"] = old.tp
+        other.note = vars(old)["tp"]
+        globals()["_held"] = vars(old)["tp"]
         things = Plain(module=module, kind=Holder, session=other, lease=old.lease, new=new)
         things.namespace = globals()
         rebound = change.over(things)
         assert not rebound.replaced
         assert not rebound.left
-        assert module.group is old.tp
-        assert Holder.group is old.dp
-        assert other.note is old.tp
-        assert globals().pop("_held") is old.tp
+        assert module.group is vars(old)["tp"]
+        assert Holder.group is vars(old)["dp"]
+        assert other.note is vars(old)["tp"]
+        assert globals().pop("_held") is vars(old)["tp"]
         del other.note
     assert things.new is new
 

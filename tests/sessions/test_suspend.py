@@ -114,11 +114,15 @@ def recreated():
     assert "generation 2 has taken their place" in refused(
         partial(pg.require, "tp"), StaleGroupError
     )
-    assert session.groups.tp.group_desc == pg.tp.group_desc.replace("/1:", "/2:")
+    assert "generation 2 has taken their place" in refused(
+        partial(getattr, pg, "tp"), StaleGroupError
+    )
+    former = vars(pg)["tp"]
+    assert session.groups.tp.group_desc == former.group_desc.replace("/1:", "/2:")
 
     # Only the user keeps the old groups alive, and rebind() knows them as long as they live.
-    holder = {"pg": pg, "tp": pg.tp}
-    del heirs, was
+    holder = {"pg": pg, "tp": former}
+    del heirs, was, former
     session.suspend("recreate")
     session.resume()
     rebound = session.rebind(holder)

@@ -23,12 +23,14 @@ from megapg.collection import ProcessGroupCollection
 from megapg.errors import (
     ForeignGroupError,
     GlobalGroupsWarning,
+    LaunchError,
     MissingGlobalGroupError,
     NoCollectionError,
     NoGlobalGroupsError,
     UnknownFieldError,
     UnsupportedOptionError,
 )
+from megapg.launch import detect
 from megapg.launch.environment import overridden
 from megapg.layout import FIELDS, GroupName
 from megapg.megatron.convert import as_collection
@@ -387,7 +389,20 @@ def _call_site(frame: FrameType) -> FrameType:
     return caller or frame
 
 
+def _warns_here() -> bool:
+    """True on the first rank of a node, and where a filter asks for errors or for every warning."""
+    for action, _, category, *_ in warnings.filters:
+        if action in ("error", "always") and issubclass(GlobalGroupsWarning, category):
+            return True
+    try:
+        return not detect(address_of=str).local_rank
+    except LaunchError:
+        return True
+
+
 def _warn(message: str, caller: FrameType | Place) -> None:
+    if not _warns_here():
+        return
     # warnings.warn() needs a stacklevel, but only the frame is known here.
     warnings.warn_explicit(
         message,

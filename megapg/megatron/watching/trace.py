@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from typing_extensions import override
+
 from megapg.megatron.core import parallel_state_module
 from megapg.megatron.tables import ALWAYS_SET
 from megapg.megatron.watching.advice import Replacement, replacement
@@ -71,6 +73,21 @@ class Trace:
         """Every reading place, by file and line."""
         with self._lock:  # a line may hold the same read twice
             return summed(replace(site.read, count=site.count) for site in self._sites.values())
+
+    @override
+    def __repr__(self) -> str:
+        reads = self.reads
+        return f"<Trace: {sum(each.count for each in reads):,} reads from {len(reads)} places>"
+
+    @override
+    def __str__(self) -> str:
+        """Return one line for each reading place, the most frequent first."""
+        lines = [
+            f"  {read.module}:{read.line} ({read.function}) reads {read.getter}, "
+            f"{read.count:,} times" + f": write {read.replacement}" * bool(read.replacement)
+            for read in sorted(self.reads, key=lambda read: -read.count)
+        ]
+        return "\n".join([repr(self), *lines])
 
     def table(self) -> Table:
         """Return the reads as a table for the terminal, the most frequent first."""

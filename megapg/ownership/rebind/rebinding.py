@@ -124,7 +124,7 @@ def _survivors(
             inner = [value for value in vars(old).values() if isinstance(value, tuple)]
             own |= {id(old), id(vars(old)), id(old._extras), *map(id, inner)}
             levels = (level for levels in inner for level in levels)
-            within |= {id(group) for group in (*vars(old).values(), *old.extras.values(), *levels)}
+            within |= {id(group) for group in (*vars(old).values(), *old._extras.values(), *levels)}
             del inner
     held: set[int] = set()
     known: set[int] = set()

@@ -123,7 +123,7 @@ def parts_of(item: object) -> Iterator[tuple[int, object, object]]:
         if isinstance(item, weakref.KeyedRef):
             yield PART, "key", item.key
     elif isinstance(item, ProcessGroupCollection):
-        for name, part in (*vars(item).items(), *item.extras.items()):
+        for name, part in (*vars(item).items(), *item._extras.items()):
             yield ATTRIBUTE, name, part
 
 
@@ -141,5 +141,5 @@ def with_parts(item: object, parts: list[Any]) -> object:
         return weakref.ref(parts[0], item.__callback__)
     assert isinstance(item, ProcessGroupCollection)
     groups = dict(zip(vars(item), parts, strict=False))
-    extras = dict(zip(item.extras, parts[len(groups) :], strict=True))
+    extras = dict(zip(item._extras, parts[len(groups) :], strict=True))
     return ProcessGroupCollection(groups, item._members, item.lease, item.layout, extras)
