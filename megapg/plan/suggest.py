@@ -24,6 +24,7 @@ from megapg.plan.lost import Lost, time_lost
 from megapg.plan.measure import measure
 from megapg.plan.models import Model
 from megapg.plan.nccl import of_stages
+from megapg.plan.repeats import Known
 from megapg.plan.training import Job, Recompute, Training
 
 _TOKENS = 4 * 2**20  # of a step
@@ -160,6 +161,7 @@ class _Search:
         self._jobs, self._samples, self._given = jobs, samples, given
         self._room = cluster.memory_gb.value * 1e9
         self._nearest: tuple[float, str] = (math.inf, "")
+        self._known = Known()
         self.shape = look_at(model, jobs[0])
         self.arithmetic = 6 * self.shape.active * samples * jobs[0].seq_length / peak
         self.considered = self.measured = 0
@@ -183,7 +185,9 @@ class _Search:
             say(f"{self.measured} layouts measured, at most {len(waiting) + 1} to go")
             job = replace(self._jobs[place], microbatches=microbatches)
             try:
-                training = measure(layout, self._cluster, self._model, job)
+                training = measure(
+                    layout, self._cluster, self._model, job, known=self._known
+                )
             except PlanError as error:  # the layers cannot be divided like this
                 refused = error
                 continue
