@@ -238,7 +238,7 @@ class _Check:
     def _damaged(self, metadata: Metadata, manifest: Manifest | None) -> list[str]:
         """Return the keys of the entries in damaged shards that can't be read."""
         try:
-            sums = manifest and checksums_of(self._path, metadata, manifest)
+            sums = checksums_of(self._path, metadata, manifest) if manifest else None
         except BrokenCheckpointError:
             sums = None
         found = set()

@@ -136,8 +136,8 @@ def verify(
     one, and Megatron-core on request. Without a manifest, each shard is compared with its own
     checksums, which do not show that another file of the same form replaced a whole file.
 
-    Of a damaged checkpoint, the damaged entries are named, and whether the weights alone still
-    load.
+    The report of a damaged checkpoint names its damaged entries, and says whether the weights alone
+    still load.
 
     Exit code 0: no problem found. 1: problems, one line for each file. 2: nothing to verify.
 
