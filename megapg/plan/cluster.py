@@ -100,8 +100,7 @@ def load_cluster(text: str) -> Cluster:
     if not name.endswith(".toml") and name not in presets():
         raise PlanError(
             f"--cluster {text}: there is no {name!r}.{did_you_mean(name, presets())} Write "
-            f"{_NAMED}. NAME-GPUS is one of {', '.join(presets())}. For other machines "
-            "name a TOML file."
+            f"{_NAMED}. NAME-GPUS is one of {', '.join(presets())}, or a TOML file."
         )
     if count is not None and int(count) < 1:
         raise PlanError(f"--cluster {text}: the number of nodes is a whole number from 1.")

@@ -71,8 +71,12 @@ class Known:
 
 
 def _sizes(layout: ParallelLayout, rank: int) -> tuple[int, ...]:
-    """Return the sizes of a rank's groups; 2 for larger ones of fields that layers do not use."""
-    sizes = {field: len(layout.members(field, rank)) for field in layout.families}
+    """Return the sizes of a rank's groups; 2 for larger ones of fields that layers do not use.
+
+    The groups of embeddings communicate after the microbatches.
+    """
+    fields = (field for field in layout.families if field not in ("embd", "pos_embd"))
+    sizes = {field: len(layout.members(field, rank)) for field in fields}
     return tuple(size if field in _OF_LAYERS else min(size, 2) for field, size in sizes.items())
 
 
