@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 from megapg.checkpoint.files import read_json, read_small
-from megapg.checkpoint.manifest import read_manifest
+from megapg.checkpoint.manifest import SAVED_AT, read_manifest
 from megapg.errors import BrokenCheckpointError, CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,6 @@ class CheckpointInfo:
         complete: every file of a finished save is there. Checksums are not checked, as that reads
             every byte.
         problem: what is missing, as in "has no metadata.json"; empty if complete.
-        saved_at: when the save ended (the time of ``metadata.json``, which is written last); None
-            if that file is missing.
     """
 
     path: Path
@@ -70,7 +68,22 @@ class CheckpointInfo:
     release: bool
     complete: bool
     problem: str = ""
-    saved_at: datetime | None = None
+
+    @property
+    def saved_at(self) -> datetime | None:
+        """When the save ended: the time in the manifest, which a copy keeps.
+
+        Without this time, that of the file ``metadata.json``; None if there is no such file.
+        """
+        noted = None
+        with suppress(CheckpointError):
+            manifest = read_manifest(self.path)
+            noted = manifest.about.get(SAVED_AT) if manifest else None
+        written = _written(self.path / FORMAT_FILE)
+        if isinstance(noted, int | float):
+            with suppress(ValueError, OSError, OverflowError):  # edited
+                return datetime.fromtimestamp(noted, UTC)
+        return None if written is None else datetime.fromtimestamp(written / 1e9, UTC)
 
     @property
     def size(self) -> int:
@@ -314,14 +327,12 @@ def names_in(root: Path) -> list[str]:
 
 
 def _info(path: Path, name: str, problem: str) -> CheckpointInfo:
-    written = _written(path / FORMAT_FILE)
     return CheckpointInfo(
         path=path,
         iteration=iteration_of(name) or 0,
         release=name == RELEASE,
         complete=not problem,
         problem=problem,
-        saved_at=None if written is None else datetime.fromtimestamp(written / 1e9, UTC),
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from megapg.checkpoint.files import (
 from megapg.errors import CheckpointError
 
 MANIFEST_FILE = "integrity.json"
+SAVED_AT = "saved_at"  # among the notes: seconds since 1970
 
 Algorithm: TypeAlias = Literal["sha256", "xxh3_128"]
 
@@ -203,7 +205,7 @@ def write_manifest(
             }
             for name in sorted(files.keys() - small.keys())
         },
-        "megapg": dict(about),
+        "megapg": {**about, SAVED_AT: time.time()},
     }
     content["checksum"] = _checksum(content)
     final, unfinished = directory / MANIFEST_FILE, directory / f"{MANIFEST_FILE}.partial"

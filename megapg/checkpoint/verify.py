@@ -8,6 +8,7 @@ load checks the entries that it reads: :mod:`megapg.checkpoint.entries`.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
 from collections import defaultdict
@@ -30,8 +31,16 @@ from megapg.checkpoint.contents import (
     wrong_format,
     wrong_name,
 )
-from megapg.checkpoint.directory import COMMON_FILE, FORMAT_FILE, INDEX_FILE
-from megapg.checkpoint.entries import Entry, check_ends, check_places, end_of, entries_of
+from megapg.checkpoint.directory import COMMON_FILE, FORMAT_FILE, INDEX_FILE, what_is_missing
+from megapg.checkpoint.entries import (
+    Entry,
+    EntryReader,
+    check_ends,
+    check_places,
+    checksums_of,
+    end_of,
+    entries_of,
+)
 from megapg.checkpoint.files import read_json
 from megapg.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest, sum_of
 from megapg.errors import (
@@ -46,6 +55,8 @@ T = TypeVar("T")
 
 _READERS = 4  # threads that read shards; each one holds an entry in memory
 _SUFFIX = ".distcp"
+_READ_BY_ALL = {MANIFEST_FILE, INDEX_FILE, COMMON_FILE, FORMAT_FILE}
+_NOT_OF_MODEL = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state")
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,8 @@ class Report:
     Attributes:
         path: the directory of the checkpoint.
         problems: one line per damaged file, beginning with its name.
+        entries: keys of the tensors and objects that are damaged; empty if that is unknown.
+        weights: True if ``load_checkpoint(weights_only=True)`` reads no damaged entry.
         manifest: whether there was a manifest to compare with. Two changes are not detected without
             one: a file replaced as a whole by another of the same form, and changed bits in the
             padding between the parts of a file.
@@ -67,6 +80,8 @@ class Report:
     manifest: bool
     files: int
     size: int
+    entries: tuple[str, ...] = ()
+    weights: bool = True
 
     @property
     def good(self) -> bool:
@@ -145,6 +160,7 @@ class _Check:
                 if common is not None and (problem := wrong_name(self._path, common)):
                     self._add(home, problem)
             self._check_places(metadata, archives=alone)
+        entries = self._damaged(metadata, expected) if metadata is not None else []
         self._on_progress(self._total, self._total)
         return Report(
             path=self._path,
@@ -152,6 +168,10 @@ class _Check:
             manifest=expected is not None,
             files=len(self._files),
             size=self._total,
+            entries=tuple(entries),
+            weights=not self._problems.keys() & _READ_BY_ALL
+            and not what_is_missing(self._path)
+            and all(_NOT_OF_MODEL.match(key) for key in entries),
         )
 
     def _add(self, name: str, problem: str) -> None:
@@ -214,6 +234,23 @@ class _Check:
                 self._add(name, f"holds the contents of {owner}")
             else:
                 self._add(name, wrong_size.get(name, "has changed: its checksum is another"))
+
+    def _damaged(self, metadata: Metadata, manifest: Manifest | None) -> list[str]:
+        """Return the keys of the entries in damaged shards that can't be read."""
+        try:
+            sums = checksums_of(self._path, metadata, manifest) if manifest else None
+        except BrokenCheckpointError:
+            sums = None
+        found = set()
+        with closing(EntryReader(self._path, sums, check=True)) as reader:
+            for key in metadata.state_dict_metadata if self._problems else ():
+                try:
+                    for entry in entries_of(self._path, metadata, key):
+                        if entry.place.relative_path in self._problems:
+                            (reader.load if entry.chunk is None else reader.tensor)(entry)
+                except Exception:  # an archive can be broken in too many ways to list
+                    found.add(key)
+        return sorted(found)
 
     def _check_config(self, *, needed: bool) -> None:
         """Check ``metadata.json``, by which Megatron knows the format; torch alone writes none."""

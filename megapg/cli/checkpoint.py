@@ -32,6 +32,7 @@ app = make_app(
 )
 
 _ROWS = 20  # of a long list, without --all
+_NAMED = 5  # damaged entries, in the report of a checkpoint
 
 
 @add_to(app)
@@ -54,9 +55,7 @@ def ls(
     with _refusing():
         from megapg.checkpoint.directory import latest, list_checkpoints
 
-        if not directory.is_dir():
-            raise CheckpointNotFoundError(f"{directory} is no directory.")
-        newest = latest(directory)
+        newest = latest(_existing(directory))
         found = [
             (info, *_layout_or_problem(info), newest is not None and info.path == newest.path)
             for info in list_checkpoints(directory)
@@ -137,6 +136,9 @@ def verify(
     one, and Megatron-core on request. Without a manifest, each shard is compared with its own
     checksums, which do not show that another file of the same form replaced a whole file.
 
+    The report of a damaged checkpoint names its damaged entries, and says whether the weights alone
+    still load.
+
     Exit code 0: no problem found. 1: problems, one line for each file. 2: nothing to verify.
 
     Example: megapg checkpoint verify checkpoints && rsync -a checkpoints backup:
@@ -147,7 +149,7 @@ def verify(
 
         chosen, incomplete = [path], []
         if not _is_checkpoint(path):
-            found = list_checkpoints(path)
+            found = list_checkpoints(_existing(path))
             chosen = [info.path for info in found if info.complete]
             # An interrupted save is no problem: the next save removes it.
             incomplete = [i for i in found if not i.complete and not i.path.name.startswith(".")]
@@ -189,11 +191,22 @@ def _one(path: Path) -> Path:
 
     if _is_checkpoint(path):
         return path
-    newest = latest(path) if path.is_dir() else None
+    newest = latest(_existing(path))
     if newest is None:
-        problem = "has no complete checkpoint" if path.is_dir() else "is no directory"
-        raise CheckpointNotFoundError(f"{path} {problem}.")
+        raise CheckpointNotFoundError(f"{path} has no complete checkpoint.")
     return newest.path
+
+
+def _existing(path: Path) -> Path:
+    """Return a directory.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+    """
+    if not path.is_dir():
+        problem = "is a file, not a directory" if path.exists() else "does not exist"
+        raise CheckpointNotFoundError(f"{path} {problem}.")
+    return path
 
 
 def _layout_or_problem(info: CheckpointInfo) -> tuple[ParallelLayout | None, str]:
@@ -376,8 +389,16 @@ def _say(report: Report) -> None:
     note = "" if report.manifest else ", no manifest to compare with"
     what = f"{report.path.name}: {report.files} files, {decimal(report.size)}{note}"
     say(*(("good ", "green") if report.good else ("bad ", "red")), _plain(what))
-    for problem in report.problems:
-        Console(soft_wrap=True).print("     ", _plain(problem))
+    lines = [*report.problems]
+    if several := report.entries:
+        more = f" and {len(several) - _NAMED:,} more" if len(several) > _NAMED else ""
+        lines.append(f"damaged entries: {', '.join(several[:_NAMED])}{more}")
+    if report.problems and report.weights:
+        lines.append("the weights alone still load: load_checkpoint(weights_only=True)")
+    elif report.problems:
+        lines.append("the weights do not load either: take a copy or an older checkpoint")
+    for line in lines:
+        Console(soft_wrap=True).print("     ", _plain(line))
 
 
 def _plain(value: object) -> Text:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +32,7 @@ from megapg.migrate.reasons import explain as explanation
 from megapg.migrate.report import as_json as json_report
 from megapg.migrate.report import sarif as sarif_report
 from megapg.migrate.report.diff import base_of, unified
-from megapg.migrate.report.outcome import Entry, Report, count, of_found, of_migration, versions
+from megapg.migrate.report.outcome import Entry, Report, count, of_check, of_migration, versions
 from megapg.migrate.write import uncommitted, write_files
 
 _STDOUT = Path("-")
@@ -105,7 +106,7 @@ def check(
         _check_paths(paths)
         config = load_config(paths[0], from_core, wrapper or ())
         with progress("checking") as advance:
-            report = of_found(engine.find(paths, config, advance), config)
+            report = of_check(engine.check(paths, config, advance), config)
         uses = [entry.use for entry in report.entries]
         counted = list(report.entries)
         compared = []
@@ -221,24 +222,31 @@ def explain(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="CODE|FILE:LINE",
-            help="A code of a report, such as vp-stage, or a line of a file.",
+            metavar="CODE|FILE:LINE|EXPRESSION",
+            help="A code of a report, such as vp-stage, a line of a file, or an expression, such "
+            "as 'mpu.get_data_parallel_rank()'.",
         ),
     ],
     from_core: _FromCore = None,
     wrapper: _Wrapper = None,
 ) -> None:
-    """Explain a code of a report, or show how megapg migrate changes the uses in a line.
+    """Explain a code of a report, or show what replaces the uses in a line or an expression.
 
-    Exit code 0: explained. 2: the code is unknown, or the line has no use.
+    Exit code 0: explained. 2: the code is unknown, or the line or the expression has no use.
 
     Example: megapg explain vp-stage, or megapg explain trainer/data.py:12
+
+    Example: megapg explain 'mpu.get_data_parallel_group(with_context_parallel=True)'
     """
     place = re.fullmatch(r"(.+?):(\d+)(:\d+)?", what)
     with _refusing():
         out = screen()
         if place:
             for entry in _in_line(Path(place[1]), int(place[2]), from_core, wrapper or ()):
+                show_use(out, entry)
+            return
+        if re.search(r"[^a-z-]", what):
+            for entry in _in_expression(what, from_core, wrapper or ()):
                 show_use(out, entry)
             return
         reason = explanation(what)
@@ -265,6 +273,31 @@ def _in_line(file: Path, line: int, from_core: str | None, wrappers: Sequence[st
         problems = [each.message for each in migration.problems if each.file == name]
         raise typer.BadParameter(f"{file}:{line}: {'; '.join(problems) or 'no use is there'}.")
     return entries
+
+
+def _in_expression(text: str, from_core: str | None, wrappers: Sequence[str]) -> list[Entry]:
+    """The uses in an expression, which knows the names of Megatron-core and of the wrappers."""
+    from megapg.migrate import engine
+    from megapg.upstream.signatures import SIGNATURES
+
+    getters = [name for name in re.findall(r"(?<![\w.])\w+", text) if name in SIGNATURES]
+    lines = [text, "from megatron.core import mpu, parallel_state", "import megatron.core"]
+    lines += [f"from megatron.core.parallel_state import {name}" for name in getters]
+    lines += [f"import {wrapper}" for wrapper in wrappers]
+    try:
+        compile(text, what := "expression", "eval", dont_inherit=True)
+    except SyntaxError:
+        raise typer.BadParameter(
+            f"{text!r} is no code of a report, no FILE:LINE and no expression of Python."
+        ) from None
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, what)
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        config = load_config(file, from_core, wrappers)
+        entries = of_check(engine.check([file], config), config).entries
+    if not entries:
+        raise typer.BadParameter(f"{text}: no use of Megatron's globals is there.")
+    return [*entries]
 
 
 # --- parts of the commands ------------------------------------------------------------------------
@@ -367,6 +400,15 @@ def _end(out: Console, report: Report, parts: Sequence[str], hint: str = "") -> 
         parts.append(f"{count(number, 'file')} in {_some(list(report.found.skipped))} skipped")
     if report.problems:
         parts.append(count(len(report.problems), "problem"))
+    for each in report.found.own_groups:
+        out.print(
+            Text(
+                f"{each.file} defines getters of Megatron, such as {each.getters[0]}(), for groups "
+                "of its own. Their uses are not counted. To rewrite them: "
+                f"--wrapper {each.wrapper} --runtime vendored",
+                style="yellow",
+            )
+        )
     out.print(Text(f"{'; '.join(parts)}. Read as Megatron-core {versions(report.config)}.{hint}"))
 
 

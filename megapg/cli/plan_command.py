@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,11 +16,11 @@ import typer
 from rich.console import Console
 
 from megapg.cli.console import add_to, print_json, refuse, say
-from megapg.errors import MegapgError
+from megapg.errors import MegapgError, PlanError
 from megapg.layout import DEFAULT_ORDER, GroupName, ParallelLayout
 
 if TYPE_CHECKING:  # loaded when the command runs, so that --help is quick
-    from megapg.plan import Job
+    from megapg.plan import Cluster, Job
 
 app = typer.Typer()
 OptionInfo = typer.models.OptionInfo
@@ -40,6 +42,7 @@ def _size(text: str, panel: str = "Layout", default: str | bool = True) -> Optio
 
 
 _MODEL, _OUTPUT = "Model", "Output"
+_PAUSE = 5.0  # seconds between two lines of progress in a file
 
 
 @add_to(app)
@@ -64,8 +67,8 @@ def plan(
         typer.Option(
             metavar="NAME",
             rich_help_panel="Cluster",
-            help="Machines, such as H100-8 or 64xH100-8 for 64 nodes: A100-8, H100-8, H200-8, "
-            "B200-8, GB200-NVL72, or a TOML file.",
+            help="NAME-GPUS, or NODESxNAME-GPUS such as 64xH100-8 for 64 nodes of 8 GPUs: A100-8, "
+            "H100-8, H200-8, B200-8, GB200-NVL72, or a TOML file.",
         ),
     ] = "H100-8",
     model: Annotated[
@@ -82,7 +85,8 @@ def plan(
     seq_length: Annotated[int | None, _size("Tokens of a sample.", _MODEL, "the model's")] = None,
     micro_batch_size: Annotated[int | None, _size("Samples of a microbatch.", _MODEL, "1")] = None,
     microbatches: Annotated[
-        int | None, _size("Microbatches of a pipeline in one step.", _MODEL, "4 * pp")
+        int | None,
+        _size("Microbatches of a pipeline in one step.", _MODEL, "about 4 million tokens"),
     ] = None,
     recompute: Annotated[
         Recomputation | None,
@@ -215,7 +219,8 @@ def plan(
                 recompute,
                 plain_optimizer,
             )
-            made = make_plan(layout, cluster, rank=rank, job=job, say=progress)
+            machines = _cluster(cluster, world_size)
+            made = make_plan(layout, machines, rank=rank, job=job, say=progress)
         fields = [cast("GroupName", each) for each in field or ()]
         picture = made.picture(fields, rank, nodes=64) if fields else made.picture(rank=rank)
         if svg is not None:
@@ -258,9 +263,10 @@ def _given(ctx: typer.Context, names: Iterable[str]) -> dict[str, Any]:
 
 def _suggest(ctx: typer.Context, named: str, *, as_json: bool) -> None:
     """Print the first layouts that fit."""
-    from megapg.plan import load_cluster, make_plan
+    from megapg.plan import make_plan
 
-    options, cluster = ctx.params, load_cluster(named)
+    options = ctx.params
+    cluster = _cluster(named, options["world_size"])
     names = ("seq_length", "micro_batch_size", "microbatches", "recompute", "plain_optimizer")
     job = _job(options["model"], ParallelLayout(world_size=1), *(options[name] for name in names))
     assert job is not None  # _misplaced has refused a missing model
@@ -288,6 +294,21 @@ def _suggest(ctx: typer.Context, named: str, *, as_json: bool) -> None:
         plan_suggest.show(made, cluster, named, job, Console(highlight=False))
 
 
+def _cluster(named: str, world_size: int) -> Cluster:
+    """Return the cluster. A number of nodes that the user names is that of the ranks."""
+    from megapg.plan import load_cluster
+
+    cluster = load_cluster(named)
+    needed = -(-world_size // cluster.node_size)
+    if re.match(r"\d+x", named.strip()) and cluster.nodes and cluster.nodes > needed:
+        most = cluster.nodes * cluster.node_size
+        raise PlanError(
+            f"{cluster.nodes} nodes of {cluster.name} have {most} GPUs, but --world-size is "
+            f"{world_size}. Use {needed}x{cluster.name}, or --world-size {most}."
+        )
+    return cluster
+
+
 def _job(
     model: str | None,
     layout: ParallelLayout,
@@ -311,12 +332,14 @@ def _job(
         return None
     from megapg.plan import Job
     from megapg.plan.models import find_model
+    from megapg.plan.training import default_microbatches
 
+    length, samples = seq_length or find_model(model).seq_length, micro_batch_size or 1
     return Job(
         model=model,
-        seq_length=seq_length or find_model(model).seq_length,
-        micro_batch_size=micro_batch_size or 1,
-        microbatches=microbatches or 4 * layout.pp,
+        seq_length=length,
+        micro_batch_size=samples,
+        microbatches=microbatches or default_microbatches(layout, length, samples),
         recompute=recompute.value if recompute else "none",
         distributed_optimizer=not plain_optimizer,
     )
@@ -324,12 +347,20 @@ def _job(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Show lines of progress on the standard error, if it is a terminal."""
+    """Show progress on the standard error: on a terminal all of it, in a file a line at times."""
     console = Console(stderr=True, highlight=False)
+    due = time.monotonic() + _PAUSE
+
+    def print_if_due(text: str) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + _PAUSE
+            say("building", "green", f"the model: {text}", stderr=True)
+
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="megatron")  # of packages for GPUs
         if not console.is_terminal:
-            yield lambda _: None
+            yield print_if_due
             return
         with console.status("building the model") as status:
             yield lambda text: status.update(f"building the model: {text}")

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from megapg.layout import ParallelLayout
 from megapg.plan import Cluster, Job
+from megapg.plan.cluster import FULL
 from megapg.plan.suggest import Suggestion, Suggestions, text_of_options
 
 _SIZES = ("tp", "pp", "vpp", "cp", "ep", "expt_tp", "dp")
@@ -53,6 +54,7 @@ def as_json(made: Suggestions, named: str, job: Job) -> dict[str, Any]:
                 "recompute": each.training.job.recompute,
                 "microbatches": each.training.job.microbatches,
                 "bytes": each.training.fullest.total,
+                "share": each.share,
                 "lost": asdict(each.lost),
                 "command": command(each, named, job),
             }
@@ -84,12 +86,12 @@ def _title(made: Suggestions, first: Suggestion) -> str:
 
 
 def _table(made: Suggestions) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
     sizes = [size for size in _SIZES if any(_matters(each.layout, size) for each in made.found)]
     heads = [size.replace("expt_tp", "etp") for size in sizes]
-    for head in ("", *heads, "again", "mb", "memory", "network", "NVLink", "bubble", "lost"):
+    for head in ("", *heads, "again", "mb", "memory", "GPU", "network", "NVLink", "bubble", "lost"):
         table.add_column(head, justify="left" if head == "again" else "right", no_wrap=True)
-    units = ["GB", "GB", "GB", "", "s"]
+    units = ["GB", "", "GB", "GB", "", "s"]
     table.add_row(*("" for _ in range(len(sizes) + 3)), *units, style="dim")
     for place, each in enumerate(made.found, 1):
         table.add_row(
@@ -98,6 +100,7 @@ def _table(made: Suggestions) -> Table:
             each.training.job.recompute[:6],
             f"{each.training.job.microbatches}",
             f"{each.training.fullest.total / 1e9:.1f}",
+            f"{each.share:.0%}",
             f"{each.lost.network_bytes / 1e9:,.1f}",
             f"{each.lost.nvlink_bytes / 1e9:,.1f}",
             f"{each.lost.bubble:.1%}",
@@ -117,9 +120,11 @@ def _formulas(made: Suggestions, cluster: Cluster, job: Job) -> Iterator[str]:
     ranks, tokens = made.found[0].layout.world_size, made.samples * job.seq_length
     yield (
         "again: recomputation. mb: microbatches of a pipeline. memory: that of the fullest rank. "
-        "network, NVLink: what a rank of the slowest stage sends in a step."
+        "GPU: its share of a GPU's memory. network, NVLink: what a rank of the slowest stage sends "
+        "in a step."
     )
-    yield ("lost = traffic + bubble + again: the least time that a step loses if nothing overlaps.")
+    yield "lost = traffic + bubble + again: the least time that a step loses if nothing overlaps."
+    yield f"Layouts that take more than {FULL:.0%} of a GPU are last."
     yield (
         f"traffic = network / {cluster.network_gb_s.value:g} GB/s + NVLink / "
         f"{cluster.nvlink_gb_s.value:g} GB/s. In a ring of n ranks, a rank sends (n - 1) / n of "

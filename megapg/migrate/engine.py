@@ -13,22 +13,29 @@ The steps:
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeAlias
 
 import libcst as cst
 
+from megapg.errors import UnsupportedOptionError
 from megapg.migrate.carriers import Carriers, Node
 from megapg.migrate.config import Config
 from megapg.migrate.facts import Facts
 from megapg.migrate.format import formatted
 from megapg.migrate.migration import Found, Left, Migration, Problem, Rewritten, Served
+from megapg.migrate.own_groups import find_own_groups
 from megapg.migrate.planner import FilePlan, Plan, Planner
-from megapg.migrate.project import PARALLEL_STATE, Project, is_test
+from megapg.migrate.project import OWN_MODULE, PARALLEL_STATE, Project, is_test
 from megapg.migrate.replaced import find_replaced
 from megapg.migrate.rewrite import rewritten
 from megapg.migrate.runtime import Runtimes
@@ -45,18 +52,25 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 
 _MENTIONED = "|".join(["parallel_state", "mpu", *sorted({*SIGNATURES, *NAMES})])
 _MENTIONS = re.compile(rb"\b(%b)\b" % _MENTIONED.encode())
-_OWN_MODULE = "/megatron/core/parallel_state.py"  # defines the globals, and does not use them
+_FILES_OF_A_PROCESS = 32  # at least: a process takes about a second to start
 
 
 def unseen(what: str, done: int, of: int) -> None:
     """Show no progress."""
 
 
-def find(paths: Sequence[Path], config: Config, on_progress: Progress = unseen) -> Found:
-    """Find every use of the globals at and under some paths."""
-    scans = _Scans(paths, config, on_progress)
-    scans.find_uses()
-    return scans.found()
+def check(
+    paths: Sequence[Path],
+    config: Config,
+    on_progress: Progress = unseen,
+    processes: int | None = None,
+) -> Migration:
+    """Return the uses of the globals at and under some paths, and what ``migrate`` does with each.
+
+    The result has no new files.
+    """
+    scans = _Scans(paths, replace(config, vendored=""), on_progress, processes)
+    return _decide(scans, Runtimes(scans.project.config, []), unsafe=False)[0]
 
 
 def migrate(
@@ -66,6 +80,7 @@ def migrate(
     unsafe: bool = False,
     on_progress: Progress = unseen,
     check_files: Callable[[Mapping[Path, str]], object] = len,
+    processes: int | None = None,
 ) -> Migration:
     """Rewrite the uses of the globals at and under some paths.
 
@@ -76,34 +91,49 @@ def migrate(
         on_progress: called as the work goes on.
         check_files: called before the analysis with the files that mention the globals, and their
             names.
+        processes: number of processes that scan files. Default: as many as make it faster.
+
+    Raises:
+        UnsupportedOptionError: a wrapper holds groups that new code would not ask.
     """
-    scans = _Scans(paths, config, on_progress)
+    scans = _Scans(paths, config, on_progress, processes)
     check_files(scans.mentioning)
+    runtimes = Runtimes(config, list(scans.project.files), scans.globals_module())
+    decided, files, calls = _decide(scans, runtimes, unsafe=unsafe)
+    files += runtimes.modules(calls)
+    files, unformatted = formatted(files, config.root, on_progress)
+    files.sort(key=lambda each: each.file)
+    return replace(decided, files=files, unformatted=unformatted)
+
+
+def _decide(
+    scans: _Scans, runtimes: Runtimes, *, unsafe: bool
+) -> tuple[Migration, list[Rewritten], Mapping[Path, Collection[str]]]:
+    """Decide about each use.
+
+    Return the decisions, the new text of each file, and the functions of the runtime that it calls.
+    """
     scans.find_uses()
     scans.follow_calls()
-    found = scans.found()
-    project = scans.project
+    found, project = scans.found(), scans.project
     replaced = find_replaced(project, scans.facts)
-    runtimes = Runtimes(config, list(project.files))
     frozen: dict[Path, str] = {}
     while True:
         plan = Planner(project, scans.facts, replaced, runtimes.of, frozen, unsafe).plan()
-        files, failed = _write(scans, plan, on_progress)
+        files, failed = _write(scans, plan)
         if not failed:
             break
         frozen |= failed  # other files may not rely on a file that stays
-    files += runtimes.modules({path: _called(each) for path, each in plan.files.items()})
-    files, unformatted = formatted(files, config.root, on_progress)
     failures = [Problem(project.files[path], 0, why) for path, why in frozen.items()]
-    return Migration(
+    decided = Migration(
         found=found,
         served=sorted(plan.served, key=_place),
         left=sorted(plan.left, key=_place),
-        files=sorted(files, key=lambda each: each.file),
+        files=(),
         roots=plan.roots,
         problems=[*found.problems, *failures],
-        unformatted=unformatted,
     )
+    return decided, files, {path: _called(each) for path, each in plan.files.items()}
 
 
 def _place(each: Served | Left) -> tuple[str, Span]:
@@ -115,16 +145,64 @@ class _Scans:
 
     Attributes:
         mentioning: files that mention the globals -> their names.
+        on_progress: called as the work goes on.
     """
 
-    def __init__(self, paths: Sequence[Path], config: Config, on_progress: Progress) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        config: Config,
+        on_progress: Progress,
+        processes: int | None = None,
+    ) -> None:
         self.project = Project(paths, config)
         self.facts: dict[Path, Facts] = {}
+        self.on_progress = on_progress
         self._scanned: set[Path] = set()
-        self._on_progress = on_progress
+        self._processes = processes
         self._problems = list(self.project.problems)
+        own = list(find_own_groups(self.project))
+        self._own = [e for e in own if {e.module, e.wrapper}.isdisjoint(config.wrappers)]
+        self._wrapped = [each for each in own if each not in self._own]
+        # Files next to a wrapper import its getters from the module that defines them.
+        wrappers = dict.fromkeys((*config.wrappers, *(each.module for each in self._wrapped)))
+        self.project.config = replace(config, wrappers=tuple(wrappers))
         names = {path: self.project.files[path] for path in self.project.mentioning(_MENTIONS)}
-        self.mentioning = {p: n for p, n in names.items() if not f"/{n}".endswith(_OWN_MODULE)}
+        homes = {each.file for each in self._wrapped}
+        self.mentioning = {
+            p: n for p, n in names.items() if n not in homes and not f"/{n}".endswith(OWN_MODULE)
+        }
+
+    def globals_module(self) -> str:
+        """Return the wrapper that a vendored module asks for groups; empty for Megatron-core.
+
+        Raises:
+            UnsupportedOptionError: the new code would not ask a wrapper that holds groups.
+        """
+        if not self._wrapped:
+            return ""
+        config, (first, *more) = self.project.config, self._wrapped
+        holds = f"--wrapper {first.wrapper}: {first.file} holds groups of its own"
+        if not config.vendored:
+            raise UnsupportedOptionError(
+                f"{holds}. If no collection is passed, megapg asks megatron.core.parallel_state, "
+                "which does not know these groups. Add --runtime vendored: its module asks "
+                f"{first.wrapper}."
+            )
+        others = [each.wrapper for each in more]
+        others += [n for n in config.wrappers if n not in (first.wrapper, first.module, *others)]
+        others += [PARALLEL_STATE] * any(
+            dotted.startswith(("megatron.core.parallel_state", "megatron.core.mpu"))
+            for path in self.mentioning
+            for several in self.project.table(path).everywhere.values()
+            for dotted in several
+        )
+        if others:
+            raise UnsupportedOptionError(
+                f"{holds}, and the files also use {others[0]}. A vendored module can ask only one "
+                "of them. Name the files of one in each run."
+            )
+        return first.wrapper
 
     def find_uses(self) -> None:
         """Scan the files that mention the globals, and those that import them by other names."""
@@ -146,22 +224,35 @@ class _Scans:
         }
 
     def _scan(self, what: str, paths: Sequence[Path]) -> None:
-        project = self.project
-        for done, path in enumerate(paths):
-            self._on_progress(what, done, len(paths))
-            self._scanned.add(path)
-            name = project.files[path]
+        self._scanned |= {*paths}
+        processes = self._processes
+        if processes is None:
+            processes = min(_cores(), len(paths) // _FILES_OF_A_PROCESS)
+        found: dict[Path, Facts | Problem] = {}
+        if processes < 2:
+            for path in paths:
+                self.on_progress(what, len(found), len(paths))
+                found[path] = _facts_of(self.project, path)
+        else:
+            found = self._scan_in_processes(what, paths, processes)
+        for path in paths:
+            facts = found[path]
+            if isinstance(facts, Problem):
+                self._problems.append(facts)
+            else:
+                self.facts[path] = facts
 
-            def stands_for(dotted: str, path: Path = path) -> str:
-                return project.meaning(project.absolute(dotted, path), path).name
-
-            try:
-                data = project.data(path)
-                self.facts[path] = scan(data, path, name, stands_for, project.config.versions)
-            except cst.ParserSyntaxError as error:
-                self._problems.append(Problem(name, error.raw_line, "is no valid Python"))
-            except (SyntaxError, LookupError, RecursionError, ValueError) as error:
-                self._problems.append(Problem(name, 0, f"can't be read: {error}"))
+    def _scan_in_processes(
+        self, what: str, paths: Sequence[Path], processes: int
+    ) -> dict[Path, Facts | Problem]:
+        parts = [paths[start :: 4 * processes] for start in range(4 * processes)]
+        found: dict[Path, Facts | Problem] = {}
+        with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+            waiting = [pool.submit(_facts_of_several, self.project, part) for part in parts]
+            for each in as_completed(waiting):
+                self.on_progress(what, len(found), len(paths))
+                found |= each.result()
+        return found
 
     def found(self) -> Found:
         """Return the uses in the scanned files."""
@@ -172,6 +263,7 @@ class _Scans:
             notebooks=self.project.notebooks,
             skipped=self.project.skipped,
             problems=self._problems,
+            own_groups=self._own,
         )
 
     @cached_property
@@ -252,20 +344,42 @@ class _Scans:
         return reached(nodes, lambda node: callers[node])
 
 
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _facts_of_several(project: Project, paths: Sequence[Path]) -> dict[Path, Facts | Problem]:
+    return {path: _facts_of(project, path) for path in paths}
+
+
+def _facts_of(project: Project, path: Path) -> Facts | Problem:
+    """Return the facts about a file, or why it can't be read."""
+    name, data = project.files[path], project.data(path)
+
+    def stands_for(dotted: str) -> str:
+        return project.meaning(project.absolute(dotted, path), path).name
+
+    try:
+        return scan(data, path, name, stands_for, project.config.versions)
+    except cst.ParserSyntaxError as error:
+        return Problem(name, error.raw_line, "is no valid Python")
+    except (SyntaxError, LookupError, RecursionError, ValueError) as error:
+        return Problem(name, 0, f"can't be read: {error}")
+
+
 def _outermost(carriers: Carriers, path: Path, name: str) -> set[Node]:
     around = carriers.around(path, name)
     return {Node(path, around[-1].of_class or around[-1].name)} if around else set()
 
 
-def _write(
-    scans: _Scans, plan: Plan, on_progress: Progress
-) -> tuple[list[Rewritten], dict[Path, str]]:
+def _write(scans: _Scans, plan: Plan) -> tuple[list[Rewritten], dict[Path, str]]:
     """Make the new texts; return them, and the files for which that fails."""
     project = scans.project
     files: list[Rewritten] = []
     failed: dict[Path, str] = {}
     for done, (path, changes) in enumerate(plan.files.items()):
-        on_progress("rewriting", done, len(plan.files))
+        scans.on_progress("rewriting", done, len(plan.files))
         before = project.data(path)
         try:
             after = rewritten(before, changes, partial(scans.is_unneeded, path, changes))

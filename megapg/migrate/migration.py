@@ -29,6 +29,23 @@ class Problem:
 
 
 @dataclass(frozen=True)
+class OwnGroups:
+    """A module that defines getters, and asks no other module for its groups.
+
+    Attributes:
+        file: name of the file in reports.
+        module: its dotted name.
+        wrapper: the name for ``--wrapper``: that of its package, if the package has the getters.
+        getters: names of the getters of groups.
+    """
+
+    file: str
+    module: str
+    wrapper: str
+    getters: Sequence[str]
+
+
+@dataclass(frozen=True)
 class Found:
     """All uses in a project."""
 
@@ -37,6 +54,7 @@ class Found:
     notebooks: int  # notebooks, which are not read
     problems: Sequence[Problem]
     skipped: Mapping[str, int] = field(default_factory=dict)  # folders -> Python files in them
+    own_groups: Sequence[OwnGroups] = ()  # modules that no setting names, and whose groups differ
 
 
 @dataclass(frozen=True)

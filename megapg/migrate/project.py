@@ -24,6 +24,7 @@ from megapg.upstream.helpers import CORE, HELPERS_OF_CORE
 from megapg.upstream.signatures import SIGNATURES
 
 PARALLEL_STATE = "megatron.core.parallel_state"
+OWN_MODULE = "/megatron/core/parallel_state.py"  # defines the globals, and does not use them
 _NAMES_OF_THE_MODULE = (PARALLEL_STATE, "megatron.core.mpu")
 # Megatron's own modules import getters, and other code imports them from there.
 _REEXPORTED = re.compile(r"megatron\.(?:core|training|legacy)\.(?:\w+\.)+(\w+)")
@@ -198,7 +199,7 @@ class Project:
     def meaning(self, dotted: str, importer: Path) -> Meaning:
         """Return what an absolute dotted name stands for, after all imports on its way."""
         for _ in range(_MOST_IMPORTS):
-            state = self._in_parallel_state(dotted)
+            state = self._in_parallel_state(dotted, importer)
             if state is not None:
                 return Meaning(state)
             step = self._step(dotted, importer)
@@ -214,11 +215,27 @@ class Project:
             return Meaning(f"{PARALLEL_STATE}.{reexported[1]}")
         return Meaning(dotted)
 
-    def _in_parallel_state(self, dotted: str) -> str | None:
-        for module in (*_NAMES_OF_THE_MODULE, *self.config.wrappers):
-            if dotted == module or dotted.startswith(module + "."):
-                return PARALLEL_STATE + dotted[len(module) :]
+    def _in_parallel_state(self, dotted: str, importer: Path) -> str | None:
+        """Return a name of ``parallel_state`` or of a wrapper, without what the wrapper adds."""
+        for module in (*_NAMES_OF_THE_MODULE, *sorted(self.config.wrappers, key=len, reverse=True)):
+            if dotted == module:
+                return PARALLEL_STATE
+            if dotted.startswith(module + "."):
+                rest = dotted[len(module) + 1 :]
+                name = rest.partition(".")[0]
+                if module in _NAMES_OF_THE_MODULE or not self._adds(module, name, importer):
+                    return f"{PARALLEL_STATE}.{rest}"
         return None
+
+    def _adds(self, wrapper: str, name: str, importer: Path) -> bool:
+        """True if a name of a wrapper is a submodule, or something that is no getter."""
+        if self.find(f"{wrapper}.{name}", importer) is not None:
+            return True
+        home = self.find(wrapper, importer)
+        if home is None or name in SIGNATURES:
+            return False
+        table = self.table(home)
+        return name in {*table.classes, *table.functions, *table.imports}
 
     def _step(self, dotted: str, importer: Path) -> Meaning | str:
         """Follow one import: the name that it leads to, or the meaning if none is left."""
@@ -246,7 +263,7 @@ class Project:
             source = self.find(module, path)
             names = self.table(source) if source else Table()
             in_star = name in {*names.functions, *names.classes, *names.imports}
-            if in_star or self._in_parallel_state(module):
+            if in_star or self._in_parallel_state(module, path):
                 return ".".join([module, *rest])
         return Meaning(dotted)
 

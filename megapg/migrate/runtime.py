@@ -27,6 +27,14 @@ from megapg.migrate.migration import Rewritten
 _FIRST_LINE = "# megapg migrate --runtime vendored wrote this, and writes it anew. "
 _TEMPLATES = ("process_groups.py", "more_getters.py")  # the first has the module's docstring
 _ALWAYS = ("ProcessGroupCollection", "resolve")
+# How the templates ask the globals of Megatron-core -> the same for another module.
+_ASKS_CORE = {
+    'import_module("megatron.core").parallel_state': 'import_module("{}")',
+    "megatron.core.parallel_state": "{}",
+    '"megatron.core" in sys.modules': '"{}" in sys.modules',
+    "those of Megatron-core's globals": "those of {}",
+    "Megatron-core's globals": "The module {}",
+}
 _LAYOUT = re.compile(r"[\s(),'\"]+")  # characters that formatters add, remove or exchange
 _RELATIVE = re.compile(rb"^[ \t]*from[ \t]+\.", re.MULTILINE)
 _IMPORTED = re.compile(rb"^[ \t]*(?:from|import)[ \t]+(\w+)", re.MULTILINE)
@@ -53,10 +61,11 @@ class Runtimes:
     Args:
         config: the settings of the run.
         files: the Python files of the project.
+        globals_module: the module that a vendored module asks in place of ``parallel_state``.
     """
 
-    def __init__(self, config: Config, files: Sequence[Path]) -> None:
-        self._config, self._files = config, files
+    def __init__(self, config: Config, files: Sequence[Path], globals_module: str = "") -> None:
+        self._config, self._files, self._globals = config, files, globals_module
 
     def of(self, path: Path) -> Runtime:
         """Return what a file imports."""
@@ -106,7 +115,7 @@ class Runtimes:
                     "migrate again, and copy your edits into the new file."
                 )
             return None
-        text = text_of(names | there.names if there else names)
+        text = text_of(names | there.names if there else names, self._globals)
         if there and there.checksum == _checksum(text.partition("\n")[2]):
             return None
         root = self._config.root
@@ -201,8 +210,13 @@ class _Written:
     names: frozenset[str]  # of its functions and classes
 
 
-def text_of(names: Collection[str]) -> str:
-    """Return the text of a vendored module that has the functions of these names."""
+def text_of(names: Collection[str], globals_module: str = "") -> str:
+    """Return the text of a vendored module that has the functions of these names.
+
+    Args:
+        names: of the functions.
+        globals_module: the module that it asks in place of ``megatron.core.parallel_state``.
+    """
     docstring, imports, definitions = _templates()
     waiting, used = [*_ALWAYS, *names], set[str]()
     while waiting:
@@ -218,6 +232,9 @@ def text_of(names: Collection[str]) -> str:
             gap = "\n" if each.is_constant and not follows_block else "\n\n"
             body += f"{gap}{each.text}\n"
             follows_block = not each.is_constant
+    if globals_module:
+        for old, new in _ASKS_CORE.items():
+            body = body.replace(old, new.format(globals_module))
     return f"{_FIRST_LINE}{_checksum(body)}\n{body}"
 
 

@@ -6,14 +6,17 @@ number of theirs names the document that it was read from.
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from megapg.errors import PlanError
 
+FULL = 0.9  # of a GPU's memory: CUDA, kernels and fragments take memory that no plan shows
+_NAMED = "NODESxNAME-GPUS, such as 64xH100-8 for 64 nodes of 8 GPUs"
 _PRESETS = Path(__file__).with_name("clusters")
 
 
@@ -96,13 +99,20 @@ def load_cluster(text: str) -> Cluster:
     file = Path(name) if name.endswith(".toml") else _PRESETS / f"{name}.toml"
     if not name.endswith(".toml") and name not in presets():
         raise PlanError(
-            f"--cluster {text}: there is no {name!r}. Name one of {', '.join(presets())}, or a "
-            "TOML file."
+            f"--cluster {text}: there is no {name!r}.{did_you_mean(name, presets())} Write "
+            f"{_NAMED}. NAME-GPUS is one of {', '.join(presets())}, or a TOML file."
         )
     if count is not None and int(count) < 1:
         raise PlanError(f"--cluster {text}: the number of nodes is a whole number from 1.")
     cluster = _read(file)
     return replace(cluster, nodes=int(count)) if count else cluster
+
+
+def did_you_mean(name: str, names: Sequence[str]) -> str:
+    """Return a sentence with the name that is nearest, whatever its case; empty if none is."""
+    lower = {each.lower(): each for each in names}
+    close = difflib.get_close_matches(name.lower(), lower, n=1)
+    return f" Did you mean {lower[close[0]]}?" if close else ""
 
 
 def _read(file: Path) -> Cluster:

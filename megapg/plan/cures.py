@@ -9,7 +9,7 @@ from dataclasses import replace
 from megapg.errors import PlanError
 from megapg.layout import ParallelLayout
 from megapg.plan.bars import text_of_bytes
-from megapg.plan.cluster import Cluster
+from megapg.plan.cluster import FULL, Cluster
 from megapg.plan.findings import Finding
 from megapg.plan.training import Job, Training
 
@@ -39,26 +39,29 @@ def find_in_training(
         found = [each for each in known if each.code != "ep-leaves-nvlink"]
         what = f"no group of ep communicates: {training.job.model} has no experts."
         found.append(Finding("no-experts", what, f"Leave out --ep {layout.ep}."))
-    limit, most = cluster.memory_gb.value * 10**9, training.fullest.total
-    if most > limit:
-        found.append(_out_of_memory(cluster, training, measure))
+    if training.fullest.total > FULL * cluster.memory_gb.value * 10**9:
+        found.append(_little_memory(cluster, training, measure))
     return [*found, *_uneven(training), *_communicators(training)]
 
 
-def _out_of_memory(cluster: Cluster, training: Training, measure: Measure) -> Finding:
-    full = training.fullest
+def _little_memory(cluster: Cluster, training: Training, measure: Measure) -> Finding:
+    full, memory = training.fullest, cluster.memory_gb.value * 10**9
+    is_out = full.total > memory
     what = (
-        f"out of memory: a rank of stage {full.stage} holds {text_of_bytes(full.total)}, and a GPU "
-        f"has {cluster.memory_gb.value:g} GB."
+        f"{'out of' if is_out else 'little'} memory: a rank of stage {full.stage} holds "
+        f"{text_of_bytes(full.total)}, and a GPU has {cluster.memory_gb.value:g} GB."
     )
+    limit, fits = (memory, "fits") if is_out else (FULL * memory, f"takes less than {FULL:.0%}")
     cure = "--suggest lists the layouts that fit, or the world size that may be enough."
     for options, job in _jobs(training.job):
         with contextlib.suppress(PlanError):  # a model of the user's may not recompute
             most = measure(job).fullest.total
-            if most <= cluster.memory_gb.value * 10**9:
-                cure = f"{options} fits. The fullest rank then holds {text_of_bytes(most)}."
+            if most <= limit:
+                cure = f"{options} {fits}. The fullest rank then holds {text_of_bytes(most)}."
                 break
-    return Finding("out-of-memory", what, cure)
+    if not is_out:
+        what += " CUDA, kernels and fragments need memory, too."
+    return Finding("out-of-memory" if is_out else "little-memory", what, cure)
 
 
 def _jobs(job: Job) -> Iterator[tuple[str, Job]]:

@@ -30,6 +30,7 @@ from megapg.plan.cluster import Cluster
 from megapg.plan.models import Model
 from megapg.plan.nccl import of_stages
 from megapg.plan.pipeline import most_kept
+from megapg.plan.repeats import Known
 from megapg.plan.spans import over_network
 from megapg.plan.stage import Measured, Shape, Stage
 from megapg.plan.training import Flow, Job, StageCost, Training
@@ -46,6 +47,7 @@ def measure(
     job: Job,
     say: Callable[[str], object] | None = None,
     rank: int | None = None,
+    known: Known | None = None,
 ) -> Training:
     """Return the memory and the traffic of one training step.
 
@@ -59,6 +61,7 @@ def measure(
         job: what is trained.
         say: called with a line of text before each stage.
         rank: a rank of the pipeline to measure. Default: the lowest.
+        known: the microbatches of the model that were run for other layouts.
 
     Raises:
         PlanError: the model can't be built or trained in this layout.
@@ -74,13 +77,14 @@ def measure(
     memory = {
         stage: each.memory for each in of_stages(layout, pipeline[0]) for stage in each.stages
     }
+    known = known or Known()
     alike: dict[Shape, Measured] = {}
     weights, costs = 0, []
     with weightless_on_cpu():
         for stage, rank in enumerate(pipeline):
             if say is not None:
                 say(f"stage {stage + 1} of {layout.pp}")
-            found = _measured(layout, rank, model, job, alike)
+            found = _measured(layout, rank, model, job, alike, known)
             weights += found.of_stage
             costs.append(
                 StageCost(
@@ -148,12 +152,17 @@ def _restored() -> Iterator[None]:
 
 
 def _measured(
-    layout: ParallelLayout, rank: int, model: Model, job: Job, alike: dict[Shape, Measured]
+    layout: ParallelLayout,
+    rank: int,
+    model: Model,
+    job: Job,
+    alike: dict[Shape, Measured],
+    known: Known,
 ) -> Measured:
     """Build the stage of a rank, and measure it unless there was one of its shape."""
     with as_rank(layout, rank) as pg:
         try:
-            stage = Stage(model, pg, job)
+            stage = Stage(model, pg, job, known)
             if stage.shape not in alike:
                 alike[stage.shape] = stage.measure()
         except PlanError:

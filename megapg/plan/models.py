@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megapg.errors import ParityInputError, PlanError
+from megapg.plan.cluster import did_you_mean
 from megapg.plan.training import Job
 from megapg.testing.agreement.cases import Named, named
 
@@ -91,8 +92,8 @@ def find_model(name: str) -> Model:
     file = Path(name) if name.endswith(".toml") else _PRESETS / f"{name}.toml"
     if not name.endswith(".toml") and name not in model_names():
         raise PlanError(
-            f"--model {name}: there is no such model. Name one of {', '.join(model_names())}, a "
-            "TOML file, FILE.py:FUNCTION or MODULE:FUNCTION."
+            f"--model {name}: there is no such model.{did_you_mean(name, model_names())} Name one "
+            f"of {', '.join(model_names())}, a TOML file, FILE.py:FUNCTION or MODULE:FUNCTION."
         )
     try:
         found = tomllib.loads(file.read_text(encoding="utf-8"))

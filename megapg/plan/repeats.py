@@ -1,9 +1,10 @@
-"""Equal layers cost the same: a few of them are run, and the others are added."""
+"""Equal layers cost the same: a few of them are run once, and the others are added."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +12,14 @@ from typing import Any
 import torch
 from megatron.core.utils import unwrap_model
 
+from megapg.collection import ProcessGroupCollection
+from megapg.layout import GroupName, ParallelLayout
+from megapg.plan.training import Job
 from megapg.testing.traffic import Collective
 
+_OF_LAYERS: tuple[GroupName, ...] = ("tp", "cp", "tp_cp", "ep", "expt_tp", "tp_ep")
+_OF_PIPELINE = re.compile("pipeline|vp_stage")
+_PLAIN = (bool, int, float, str)
 _FEW = 2  # equal layers that are run, and one more to find the cost of a layer
 
 
@@ -29,6 +36,58 @@ class Ran:
     rows: tuple[Collective, ...]
     kept: int
     peak: int
+
+
+class Known:
+    """The microbatches that were run. Layouts of one model and job may share them.
+
+    A layer communicates with its groups of tp, cp and ep. Other sizes decide at most whether it
+    communicates at all.
+    """
+
+    def __init__(self) -> None:
+        self._ran: dict[object, Ran] = {}
+
+    def run(
+        self, pg: ProcessGroupCollection, job: Job, chunk: torch.nn.Module, run: Callable[[], Ran]
+    ) -> Ran:
+        """Return the result of ``run``, or that of an equal chunk in groups of equal sizes."""
+        layout, plain = pg.layout, unwrap_model(chunk)
+        assert layout is not None
+        key = (
+            _sizes(layout, pg.ranks("pp")[pg.rank("pp")]),
+            tuple(
+                (name, p.shape, p.dtype, p.requires_grad) for name, p in plain.named_parameters()
+            ),
+            (plain.pre_process, plain.post_process),
+            _settings(plain.config),
+            replace(job, microbatches=1),
+        )
+        ran = self._ran.get(key) or self._ran.get((key, layout))
+        if ran is None:
+            ran = run()
+            others = any(row.size > 1 and row.field not in _OF_LAYERS for row in ran.rows)
+            self._ran[(key, layout) if others else key] = ran
+        return ran
+
+
+def _sizes(layout: ParallelLayout, rank: int) -> tuple[int, ...]:
+    """Return the sizes of a rank's groups; 2 for larger ones of fields that layers do not use.
+
+    The groups of embeddings communicate after the microbatches.
+    """
+    fields = (field for field in layout.families if field not in ("embd", "pos_embd"))
+    sizes = {field: len(layout.members(field, rank)) for field in fields}
+    return tuple(size if field in _OF_LAYERS else min(size, 2) for field, size in sizes.items())
+
+
+def _settings(config: object) -> frozenset[tuple[str, object]]:
+    """Return the plain settings of a model, without those of the pipeline."""
+    return frozenset(
+        (name, value if isinstance(value, _PLAIN) else str(value))
+        for name, value in vars(config).items()
+        if isinstance(value, (*_PLAIN, list, tuple)) and not _OF_PIPELINE.search(name)
+    )
 
 
 def run_layers(chunk: torch.nn.Module, run: Callable[[], Ran]) -> Ran:

@@ -21,7 +21,7 @@ from megapg.collection import ProcessGroupCollection
 from megapg.layout import GroupName
 from megapg.megatron import schedule_collection
 from megapg.plan.models import Model
-from megapg.plan.repeats import Ran, run_layers
+from megapg.plan.repeats import Known, Ran, run_layers
 from megapg.plan.saved import Saved, storages
 from megapg.plan.training import Job
 from megapg.testing.traffic import Collective, count_traffic
@@ -72,10 +72,10 @@ class Measured:
 class Stage:
     """The chunks of a model that one rank holds."""
 
-    def __init__(self, model: Model, pg: ProcessGroupCollection, job: Job) -> None:
+    def __init__(self, model: Model, pg: ProcessGroupCollection, job: Job, known: Known) -> None:
         layout = pg.layout
         assert layout is not None
-        self._pg, self._job, self._layout = pg, job, layout
+        self._pg, self._job, self._layout, self._known = pg, job, layout, known
         numbers = range(layout.vpp) if layout.vpp else (None,)
         self._plain: list[Any] = [model.build(pg, number, job=job) for number in numbers]
         self._config: Any = self._plain[0].config
@@ -89,14 +89,10 @@ class Stage:
         weights = storages(parameters)
         gradients = storages(each.main_grad for each in parameters if each.requires_grad)
         optimizer: Any = self._optimizer(chunks)
-        alike: dict[object, Ran] = {}
         ran = []
-        for chunk, shape in zip(chunks, self.shape.chunks, strict=True):
-            place = shape, unwrap_model(chunk).pre_process, unwrap_model(chunk).post_process
-            if place not in alike:
-                run = partial(self._microbatch, chunk, {*weights, *gradients})
-                alike[place] = run_layers(chunk, run)
-            ran.append(alike[place])
+        for chunk in chunks:
+            run = partial(self._microbatch, chunk, {*weights, *gradients})
+            ran.append(run_layers(chunk, partial(self._known.run, self._pg, self._job, chunk, run)))
         optimizer.step()  # the first step has more collectives in Megatron-core 0.19
         with count_traffic(self._pg) as traffic:
             tokens = torch.zeros(1, dtype=torch.int) if self._per_token else None

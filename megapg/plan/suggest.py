@@ -18,15 +18,15 @@ from typing import Any
 from megapg.errors import LayoutError, PlanError
 from megapg.layout import DEFAULT_ORDER, ParallelLayout
 from megapg.plan.architecture import split
-from megapg.plan.cluster import Cluster
+from megapg.plan.cluster import FULL, Cluster
 from megapg.plan.least import least, look_at
 from megapg.plan.lost import Lost, time_lost
 from megapg.plan.measure import measure
 from megapg.plan.models import Model
 from megapg.plan.nccl import of_stages
-from megapg.plan.training import Job, Recompute, Training
+from megapg.plan.repeats import Known
+from megapg.plan.training import Job, Recompute, Training, default_samples
 
-_TOKENS = 4 * 2**20  # of a step
 _PIECE = 4096  # tokens that context parallelism leaves to a rank, at least
 _CHUNKS = 8  # of a rank, at most
 _LARGER = (2, 4, 8, 16, 32, 64)  # times the world size, tried if no layout fits
@@ -40,16 +40,21 @@ class Suggestion:
         layout: the layout.
         training: a step of the job, with the layout's microbatches and recomputation.
         lost: the time that the step loses.
+        share: share of a GPU's memory that the fullest rank holds.
     """
 
     layout: ParallelLayout
     training: Training
     lost: Lost
+    share: float
 
     @property
     def key(self) -> tuple[float, ...]:
-        """The order of suggestions: by time, and of equal times the smaller sizes first."""
-        return _key(self.layout, self.lost)
+        """The order of suggestions: those that leave memory free first, and then by time.
+
+        Layouts of equal time are ordered by their sizes.
+        """
+        return _key(self.layout, self.lost, self.share)
 
 
 @dataclass(frozen=True)
@@ -77,16 +82,6 @@ class Suggestions:
         return next((n for n, each in enumerate(self.found, 1) if each.layout == layout), None)
 
 
-def default_samples(world_size: int, seq_length: int) -> int:
-    """Return the samples of a step of at least four million tokens.
-
-    The number is the odd part of the world size times a power of two, so that many data parallel
-    sizes divide it.
-    """
-    odd = world_size // (world_size & -world_size)
-    return odd << max(0, math.ceil(math.log2(_TOKENS / (seq_length * odd))))
-
-
 def suggest(
     world_size: int,
     cluster: Cluster,
@@ -107,10 +102,11 @@ def suggest(
         cluster: the machines.
         model: the model.
         job: what is trained. Each layout gets its own microbatches and recomputation.
-        samples: samples of a step. Default: see :func:`default_samples`.
+        samples: samples of a step. Default: see :func:`megapg.plan.training.default_samples`.
         given: settings of :class:`megapg.ParallelLayout` that all layouts have.
-        recompute: what to try, until it fits. Default: none, then full. Selective comes between
-            them for the user's models. Published models have it anyway, as FlashAttention.
+        recompute: what to try, until it fits and leaves memory free. Default: none, then full.
+            Selective comes between them for the user's models. Published models have it anyway, as
+            FlashAttention.
         first: number of layouts to return; None for all.
         until: go on until this layout has a place, and return all layouts found. A layout that the
             search does not consider is ignored.
@@ -160,6 +156,7 @@ class _Search:
         self._jobs, self._samples, self._given = jobs, samples, given
         self._room = cluster.memory_gb.value * 1e9
         self._nearest: tuple[float, str] = (math.inf, "")
+        self._known = Known()
         self.shape = look_at(model, jobs[0])
         self.arithmetic = 6 * self.shape.active * samples * jobs[0].seq_length / peak
         self.considered = self.measured = 0
@@ -183,15 +180,17 @@ class _Search:
             say(f"{self.measured} layouts measured, at most {len(waiting) + 1} to go")
             job = replace(self._jobs[place], microbatches=microbatches)
             try:
-                training = measure(layout, self._cluster, self._model, job)
+                training = measure(layout, self._cluster, self._model, job, known=self._known)
             except PlanError as error:  # the layers cannot be divided like this
                 refused = error
                 continue
             self.measured += 1
-            if self._fits(layout, job, training.fullest.total):
+            held = training.fullest.total
+            if self._fits(layout, job, held):
                 lost = time_lost(layout, self._cluster, job, training.stages, self.arithmetic)
-                insort(found, Suggestion(layout, training, lost), key=lambda each: each.key)
-            elif again := self._judged(layout, microbatches, place + 1):
+                _put(found, Suggestion(layout, training, lost, held / self._room))
+            again = self._judged(layout, microbatches, place + 1)
+            if held > FULL * self._room and again:
                 heapq.heappush(waiting, again)
         if not found:
             raise refused if refused and not self.measured else PlanError(self._why_not())
@@ -248,7 +247,7 @@ class _Search:
             cost = least(layout, job, self.shape)
             if self._fits(layout, job, cost.total + communicators):
                 lost = time_lost(layout, self._cluster, job, [cost], self.arithmetic)
-                return _key(layout, lost), layout, microbatches, at
+                return _key(layout, lost, cost.total / self._room), layout, microbatches, at
         return None
 
     def _fits(self, layout: ParallelLayout, job: Job, held: int) -> bool:
@@ -273,9 +272,17 @@ class _Search:
         return text
 
 
-def _key(layout: ParallelLayout, lost: Lost) -> tuple[float, ...]:
+def _put(found: list[Suggestion], made: Suggestion) -> None:
+    """Put a suggestion into its place, unless the layout has a better one of less recomputation."""
+    known = next((each for each in found if each.layout == made.layout), None)
+    if known is None or made.key < known.key:
+        found[:] = (each for each in found if each is not known)
+        insort(found, made, key=lambda each: each.key)
+
+
+def _key(layout: ParallelLayout, lost: Lost, share: float) -> tuple[float, ...]:
     sizes = (layout.tp, layout.pp, layout.vpp or 1, layout.cp, layout.ep, layout.expt_tp)
-    return (lost.seconds, *sizes)
+    return (share > FULL, lost.seconds, *sizes)
 
 
 def text_of_options(layout: ParallelLayout, job: Job) -> str:

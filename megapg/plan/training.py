@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megapg.layout import GroupName
+from megapg.layout import GroupName, ParallelLayout
 
+_TOKENS = 4 * 2**20  # of a step
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -30,6 +32,23 @@ class Job:
     microbatches: int = 1
     recompute: Recompute = "none"
     distributed_optimizer: bool = True
+
+
+def default_samples(world_size: int, seq_length: int) -> int:
+    """Return the samples of a step of at least four million tokens.
+
+    The number is the odd part of the world size times a power of two, so that many data parallel
+    sizes divide it.
+    """
+    odd = world_size // (world_size & -world_size)
+    return odd << max(0, math.ceil(math.log2(_TOKENS / (seq_length * odd))))
+
+
+def default_microbatches(layout: ParallelLayout, seq_length: int, micro_batch_size: int) -> int:
+    """Return the microbatches of a pipeline in a step of ``default_samples``, or a few more."""
+    samples = default_samples(layout.world_size, seq_length)
+    unit = layout.pp if layout.vpp else 1  # Megatron-core interleaves only multiples of pp
+    return unit * math.ceil(samples / (layout.dp * micro_batch_size * unit))
 
 
 @dataclass(frozen=True)

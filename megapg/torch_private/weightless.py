@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from megapg.torch_private import BACKWARD
+from megapg.torch_private.meta_results import run_on_meta
 
 _META = torch.device("meta")
 _MOST = 1 << 21  # elements of a tensor whose content is kept
@@ -224,7 +225,7 @@ def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _facts(func).device:
         kwargs["device"] = _META
     kwargs.pop("pin_memory", None)
-    return func(*args, **kwargs)
+    return run_on_meta(func, args, kwargs)
 
 
 def _follow(

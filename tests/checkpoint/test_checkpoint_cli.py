@@ -160,7 +160,28 @@ def test_verify(root: Path) -> None:
     found = told("verify", root, code=1)
     assert [row["good"] for row in found] == [True, False]
     assert found[1]["problems"][0].startswith("__1_0.distcp: ")
+    assert "damaged entries: " in result.stdout
+    assert "the weights " in result.stdout
+    assert found[1]["entries"]
     assert told("verify", root / "iter_0000004")[0]["good"]
+
+
+@pytest.mark.contract
+def test_a_copy_keeps_the_time_of_the_save(root: Path, tmp_path: Path) -> None:
+    def times(where: Path) -> list[str]:
+        return [row["saved_at"] for row in told("ls", where)][:2]
+
+    before = times(root)
+    for iteration in (4, 5):
+        os.utime(root / f"iter_000000{iteration}" / "metadata.json", (10**9, 10**9))
+    without_manifest, with_manifest = times(root)
+    assert without_manifest.startswith("2001-09-09")
+    assert with_manifest == before[1]
+
+
+def test_what_does_not_exist_is_said(tmp_path: Path) -> None:
+    for command in ("ls", "inspect", "verify"):
+        assert run(command, tmp_path / "nope").stderr.strip().endswith("nope does not exist.")
 
 
 def test_verify_names_what_is_incomplete(root: Path) -> None:

@@ -292,6 +292,36 @@ def test_a_manifest_too_large_to_be_read(known: Path, monkeypatch: pytest.Monkey
 SHARD = "__1_0.distcp"
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("manifest", [True, False])
+@pytest.mark.parametrize("name", ["weight", "rng_state"])
+def test_the_damaged_entry_is_named(name: str, manifest: bool, known: Path) -> None:
+    if not manifest:
+        (known / MANIFEST).unlink()
+    assert verify(known).entries == ()
+    metadata = read_contents(known, check=False).metadata
+    (place,) = (
+        entry.place
+        for key in metadata.state_dict_metadata
+        if key.startswith(name)
+        for entry in entries_of(known, metadata, key)
+        if entry.place.relative_path == SHARD
+    )
+    first = np.float32(samples.VALUE).tobytes()  # without a manifest, padding is not compared
+    data = (known / SHARD).read_bytes()
+    middle = place.offset + place.length // 2
+    flip(known / SHARD, data.index(first, place.offset) if name == "weight" else middle)
+    report = verify(known)
+    (damaged,) = report.entries
+    assert damaged.partition("/")[0] == name
+    assert report.weights == (name == "rng_state")
+    os.truncate(known / SHARD, place.offset)
+    report = verify(known)
+    assert damaged in report.entries
+    if manifest:  # a load does not take an incomplete checkpoint
+        assert not report.weights
+
+
 def test_a_manifest_with_other_entries(unknown: Path) -> None:
     sums = samples.sums_of(unknown)
     write_manifest(unknown, {**sums, SHARD: replace(sums[SHARD], entries=())}, {})

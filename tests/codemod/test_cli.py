@@ -105,6 +105,23 @@ def test_check_and_migrate_count_the_same_uses(project: Path) -> None:
         assert names == ["p/a.py", "p/b.py", "p/c.py", "p/d.py", "p/names.py", "p/names.py"]
 
 
+def test_check_and_migrate_count_the_same_replacements(project: Path) -> None:
+    group = "mpu.get_embedding_group()"
+    files = {
+        "tests/test_a.py": SERVED,
+        "p/c.py": f"from megatron.core import mpu\n\n\ndef third():\n    return {group}\n",
+        "p/d.py": f"{SERVED}\n\ndef both(pg):\n    if pg is None:\n        return first()\n",
+        "p/e.py": f"from megatron.core import mpu\n\nx = f'{{{group}!r:\">9}}'\n",
+    }
+    write(project, files)
+    checked, migrated = (
+        json.loads(run(1, command, project, "--json"))["totals"] for command in ("check", "migrate")
+    )
+    assert checked["without"] == migrated["left"] >= 2
+    assert checked["with a replacement"] == migrated["uses"] - migrated["left"] >= 2
+    assert checked["reasons"] == migrated["reasons"]
+
+
 def test_check_without_uses(project: Path) -> None:
     write(project, {"p/a.py": "", "p/b.py": LEFT.replace("l()", "l()  # megapg: keep")})
     write(project, {"p/c.ipynb": "{}", "p/d.IPYNB": "{}"})
@@ -361,6 +378,27 @@ def test_explain_a_line(project: Path) -> None:
     assert "[lifecycle]" in run(0, "explain", f"{project / 'p' / 'b.py'}:5:5")
     assert "no use is there" in run(2, "explain", f"{project / 'p' / 'a.py'}:1")
     assert "is no valid Python" in run(2, "explain", f"{project / 'p' / 'old.py'}:5")
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("mpu.get_tensor_model_parallel_rank()", '-> pg.rank("tp")'),
+        ("1 + get_tensor_model_parallel_rank()", '-> pg.rank("tp")'),
+        ("parallel_state.get_data_parallel_group(with_context_parallel=True)", "pg.dp_cp"),
+        ("mpu.destroy_model_parallel()", "[lifecycle]"),
+        ("my.mpu.get_tensor_model_parallel_rank()", '-> pg.rank("tp")'),
+    ],
+)
+def test_explain_an_expression(expression: str, expected: str) -> None:
+    options = ("--from-core", "0.16", "--wrapper", "my.mpu")
+    assert expected in run(0, "explain", expression, *options)
+
+
+def test_explain_what_is_no_expression() -> None:
+    assert "no use of Megatron's globals" in run(2, "explain", "len('x')")
+    assert "no expression of Python" in run(2, "explain", "mpu.get(")
+    assert "EXPRESSION" in run(0, "explain", "--help")
 
 
 # --- paths and settings ---------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from megapg.migrate.report.diff import base_of, unified
 from megapg.migrate.report.outcome import (
     Report,
     by_package,
-    of_found,
+    of_check,
     of_migration,
     shortened,
     versions,
@@ -63,6 +63,12 @@ FOUND = Found(
 
 
 def migrated(root: Path, *, unwritten: bool = False) -> Report:
+    failed = [Problem("p/a.py", 0, "can't be written: it is read-only")] if unwritten else []
+    config = Config(root, versions=(16,), versions_from="here")
+    return of_migration(migration(root), config, failed)
+
+
+def migration(root: Path) -> Migration:
     served = [Served(FOUND.uses[n], How.RESOLVED, 'pg.rank("tp")') for n in (0, 1, 5)]
     left = [
         Left(FOUND.uses[2], "lifecycle", "[the] detail"),
@@ -72,9 +78,7 @@ def migrated(root: Path, *, unwritten: bool = False) -> Report:
     files = [Rewritten("p/a.py", root / "p" / "a.py", b"a\nb\n", b"a\nc\n")]
     roots = [Root("p/a.py", 3, "f", True, 2, ("q/s/b.py:7",))]
     problems = [*FOUND.problems, Problem("top.py", 0, "does not compile")]
-    whole = Migration(FOUND, served, left, files, roots, problems)
-    failed = [Problem("p/a.py", 0, "can't be written: it is read-only")] if unwritten else []
-    return of_migration(whole, Config(root, versions=(16,), versions_from="here"), failed)
+    return Migration(FOUND, served, left, files, roots, problems)
 
 
 # --- the diff -------------------------------------------------------------------------------------
@@ -200,12 +204,13 @@ def test_all_uses_are_left_if_a_file_could_not_be_written(tmp_path: Path) -> Non
 
 
 def test_check_tells_what_could_be_written(tmp_path: Path) -> None:
-    report = of_found(FOUND, Config(tmp_path))
-    assert report.fates == {"with a replacement": 5, "without": 1}
-    assert [(e.instead, e.reason) for e in report.entries[1:4]] == [
-        ('pg.rank("tp")', ""),
-        ("", "lifecycle"),
-        ('getattr(pg, "embd", None)', "may-be-none"),
+    report = of_check(migration(tmp_path), Config(tmp_path))
+    assert report.fates == {"with a replacement": 3, "without": 3}
+    assert report.fates["without"] == len(migrated(tmp_path).left)
+    assert [(e.instead, e.reason, e.suggestion) for e in report.entries[1:4]] == [
+        ('pg.rank("tp")', "", ""),
+        ("", "lifecycle", ""),
+        ("", "may-be-none", 'getattr(pg, "embd", None)'),
     ]
 
 
@@ -276,13 +281,15 @@ def test_sarif(tmp_path: Path) -> None:
     assert place["region"] == {"startLine": 9}
     assert place["artifactLocation"]["uri"] == "p/a%20b%25%C3%A9.py"
     assert unquote_to_bytes(place["artifactLocation"]["uri"]).decode() == "p/a b%é.py"
-    checked = log(of_found(FOUND, Config(tmp_path)))
+    checked = log(of_check(migration(tmp_path), Config(tmp_path)))
     assert {result["level"] for result in checked["results"]} == {"warning"}
 
 
 def test_fingerprints_stay_when_code_moves(tmp_path: Path) -> None:
     def prints(uses: list[Use]) -> set[str]:
-        report = of_found(Found(uses, ["a.py"], 0, []), Config(tmp_path))
+        served = [Served(each, How.RESOLVED, each.text) for each in uses]
+        found = Found(uses, ["a.py"], 0, [])
+        report = of_check(Migration(found, served, [], [], [], []), Config(tmp_path))
         return {each["partialFingerprints"]["megapgUse/v1"] for each in log(report)["results"]}
 
     before = prints([use("a.py", 4, RANK), use("a.py", 5, RANK)])

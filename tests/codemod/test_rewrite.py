@@ -11,7 +11,7 @@ from trees import write
 
 from megapg.migrate import engine
 from megapg.migrate.config import Config
-from megapg.migrate.engine import find, migrate
+from megapg.migrate.engine import check, migrate
 from megapg.migrate.reasons import REASONS
 from megapg.migrate.rewrite import rewritten
 
@@ -41,7 +41,7 @@ def test_nothing_is_written_and_the_uses_add_up(tmp_path: Path) -> None:
     steps: list[tuple[str, int, int]] = []
     migration = migrate([tmp_path], config, on_progress=lambda *step: steps.append(step))
     assert {name: (tmp_path / name).read_text() for name in case.before} == case.before
-    uses = find([tmp_path], config).uses
+    uses = check([tmp_path], config).found.uses
     assert uses == migration.found.uses
     assert len(uses) == len(migration.served) + len(migration.left)
     assert [each.use for each in migration.left] == list(uses)

@@ -9,7 +9,7 @@ from migrate_cases import VERSIONS, with_names
 from trees import write
 
 from megapg.migrate.config import Config
-from megapg.migrate.engine import find, migrate
+from megapg.migrate.engine import check, migrate
 from megapg.migrate.migration import Found
 from megapg.migrate.project import Project
 from megapg.migrate.uses import Kind
@@ -18,7 +18,7 @@ from megapg.upstream.mapping import Refusal
 
 def found(root: Path, files: dict[str, str], *wrappers: str) -> Found:
     write(root, {name: with_names(text) for name, text in files.items()})
-    return find([root], Config(root, wrappers=wrappers, versions=VERSIONS))
+    return check([root], Config(root, wrappers=wrappers, versions=VERSIONS)).found
 
 
 KINDS = """\
@@ -97,7 +97,7 @@ def test_places(tmp_path: Path) -> None:
     )
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "a.py").write_text(text)
-    uses = find([tmp_path], Config(tmp_path, versions=VERSIONS)).uses
+    uses = check([tmp_path], Config(tmp_path, versions=VERSIONS)).found.uses
     assert [each.function for each in uses] == ["A.f.g", "A.f"]
     assert [each.place for each in uses] == ["pkg/a.py:7:22", "pkg/a.py:9:24"]
     lines = text.split("\n")
@@ -177,8 +177,8 @@ def test_folders_that_are_skipped(tmp_path: Path) -> None:
     assert names(uses) == ["a.py", "build2/h.py", "pkg/b.py", *_BUILD, "stub.pyi"]
     assert uses.notebooks == 1
     config = Config(tmp_path, exclude=("pkg/*", "*.pyi"), versions=VERSIONS)
-    assert names(find([tmp_path], config)) == ["a.py", "build2/h.py"]
-    one = find([tmp_path / "script", tmp_path / "notes.ipynb"], config)
+    assert names(check([tmp_path], config).found) == ["a.py", "build2/h.py"]
+    one = check([tmp_path / "script", tmp_path / "notes.ipynb"], config).found
     assert names(one) == ["script"]
     assert [each.message for each in one.problems] == ["is a notebook, and notebooks are not read"]
 
@@ -192,7 +192,7 @@ def test_links_are_followed_once(tmp_path: Path) -> None:
     (tmp_path / "pkg" / "loop").symlink_to(tmp_path)
     (tmp_path / "pkg" / "again.py").symlink_to("a.py")
     (tmp_path / "pkg" / "nowhere.py").symlink_to("gone.py")
-    uses = find([tmp_path], Config(tmp_path, versions=VERSIONS))
+    uses = check([tmp_path], Config(tmp_path, versions=VERSIONS)).found
     assert len(uses.uses) == 1
     assert [each.file for each in uses.problems] == ["pkg/nowhere.py"]
 

@@ -70,7 +70,7 @@ def on_two_ranks(tmp_path, source):
 
 def test_there_are_as_many_examples_as_tests_here():
     pages = (BLOCKS, OF_SESSIONS, OF_CHECKPOINTS, OF_WRONG_GROUPS, OF_TENSOR_TYPES)
-    assert [len(page) for page in (*pages, OF_TRAINING)] == [4, 3, 2, 5, 1, 1]
+    assert [len(page) for page in (*pages, OF_TRAINING)] == [4, 3, 3, 5, 1, 1]
     assert [*BY_HAND] == ["where_you_are.py", "see.py", "publish.py", "moved.py", *ON_TWO_RANKS[2:]]
     assert ON_TWO_RANKS[2:] == ["resolve.py", "at_hand.py", "pass.py", "shadow.py", "forbid.py"]
 
@@ -167,6 +167,10 @@ def test_the_training_script_of_the_page_on_checkpoints(tmp_path):
         "iter_0000006",
         "iter_0000008",
     ]
+    (converted,) = on_ranks(tmp_path, OF_CHECKPOINTS[2], 1)
+    assert converted == "iteration 8 is in the folder one-rank\n"
+    (row,) = json.loads(megapg(f"checkpoint ls {tmp_path / 'one-rank'} --json")[1])
+    assert row["layout"]["world_size"] == 1
 
 
 def test_the_example_of_suspending(tmp_path):

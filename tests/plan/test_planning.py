@@ -239,6 +239,8 @@ def test_the_json_is_that_of_the_schema(tmp_path):
     [
         ("--world-size 6 --tp 4", "Nearest that fit"),
         ("--world-size 16 --cluster 1xH100-8", "Use 2xH100-8"),
+        ("--world-size 16 --cluster 4xH100-8", "Use 2xH100-8, or --world-size 32."),
+        ("--world-size 16 --cluster 8xh100-4", "Did you mean H100-8? Write NODESxNAME-GPUS"),
         ("--world-size 16 --field dp-cp", "did you mean 'dp_cp'"),
         ("--world-size 16 --svg none/plan.svg", "none/plan.svg: No such file"),
     ],

@@ -4,12 +4,17 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import real_step
+import torch
+from real_step import Case
 
 import megapg.plan.stage
 from megapg.layout import ParallelLayout
 from megapg.plan import Job, load_cluster
 from megapg.plan.measure import measure
 from megapg.plan.models import Model, find_model
+from megapg.plan.repeats import Known
+from megapg.plan.stage import Stage
 
 MODEL = """
 seq_length = 256
@@ -92,3 +97,55 @@ def test_layers_that_are_recomputed_together_all_run(tmp_path):
     # Fewer inputs of layers are kept, and more layers are computed again at a time.
     assert cost(16) > cost(1)
     assert cost(4) != cost(1)
+
+
+def test_layouts_with_equal_groups_of_layers_share_what_was_run(tmp_path, monkeypatch):
+    (tmp_path / "dense.toml").write_text(MODELS["dense"])
+    (tmp_path / "experts.toml").write_text(MODELS["experts"])
+    dense, experts = (find_model(str(tmp_path / f"{name}.toml")) for name in MODELS)
+    cluster = load_cluster("H100-8")
+    ran, run = [], Stage._microbatch
+    monkeypatch.setattr(Stage, "_microbatch", lambda *given: ran.append(1) or run(*given))
+
+    def counted(model, known=None, microbatches=8, **sizes):
+        ran.clear()
+        layout = ParallelLayout(world_size=32, **sizes)
+        job = Job(model=model.name, seq_length=256, microbatches=microbatches)
+        return measure(layout, cluster, model, job, known=known), len(ran)
+
+    known = Known()
+    counted(dense, known, tp=2, pp=4)
+    for sizes in ({"pp": 2}, {"pp": 2, "vpp": 2}, {"pp": 4, "microbatches": 16}):
+        alone, several = counted(dense, tp=2, **sizes)
+        assert counted(dense, known, tp=2, **sizes) == (alone, 0)
+        assert several > 0
+    known = Known()
+    for sizes in ({"ep": 2}, {"ep": 4}, {"ep": 2, "expt_tp": 1}, {"ep": 2, "pp": 2}):
+        assert counted(experts, known, tp=2, **sizes)[0] == counted(experts, tp=2, **sizes)[0]
+
+
+def test_what_a_layer_sends_to_other_groups_is_not_shared():
+    """The groups of dp have two ranks in one layout, and four in the other."""
+
+    def build(pg, vp_stage=None, *, job):
+        chunk = real_step.build(Case(1), pg, vp_stage)
+        forward = chunk.forward
+
+        def gather(*given, **named):
+            part = torch.zeros(4)
+            whole = torch.empty(4 * pg.size("dp"))
+            torch.distributed.all_gather_into_tensor(whole, part, group=pg.dp)
+            return forward(*given, **named)
+
+        chunk.forward = gather
+        return chunk
+
+    def gathered(known, world_size):
+        made = Model("gathers", Case(1).seq_length, build)
+        job = Job(model="gathers", seq_length=Case(1).seq_length)
+        layout = ParallelLayout(world_size=world_size)
+        cluster = load_cluster("H100-8")
+        return measure(layout, cluster, made, job, known=known)
+
+    known = Known()
+    assert [gathered(known, size) for size in (2, 4)] == [gathered(None, size) for size in (2, 4)]

@@ -289,6 +289,20 @@ def test_the_distributed_optimizer_is_tried_first():
     assert calls == [JOB]
 
 
+def test_a_gpu_that_is_nearly_full_is_a_finding():
+    assert findings_of(training_of([43] * 4), never) == []
+    measure, _ = recorded(training_of([20] * 4))
+    (found,) = findings_of(training_of([44] * 4), measure)
+    assert found.code == "little-memory"
+    assert "little memory: a rank of stage 0 holds 73.0 GB, and a GPU has 80 GB." in found.what
+    assert found.cure == (
+        "--recompute full takes less than 90%. The fullest rank then holds 49.0 GB."
+    )
+    measure, _ = recorded(training_of([43.5] * 4))  # fits, and leaves as little
+    (found,) = findings_of(training_of([44] * 4), measure)
+    assert "--suggest" in found.cure
+
+
 @pytest.mark.parametrize("answer", [training_of([70] * 4), PlanError("recompute")])
 def test_suggestions_are_named_if_no_change_fits(answer):
     measure, calls = recorded(answer)
@@ -300,7 +314,7 @@ def test_suggestions_are_named_if_no_change_fits(answer):
 
 
 def test_uneven_stages_have_more_parameters():
-    training = training_of([50, 20, 20, 5])  # as the first stages start more microbatches
+    training = training_of([42, 20, 20, 5])  # as the first stages start more microbatches
     assert findings_of(training, never) == []
     first, *others = training.stages
     larger = replace(first, weights=2 * first.weights)
@@ -340,7 +354,8 @@ def test_experts_that_a_model_does_not_have():
         ("--seq-length 64", "--seq-length: only with --model."),
         ("--micro-batch-size 1 --plain-optimizer", "--micro-batch-size, --plain-optimizer: only"),
         ("--microbatches 4 --recompute none", "--microbatches, --recompute: only with --model."),
-        ("--model llama", "there is no such model. Name one of deepseek-v3, gpt3-175b"),
+        ("--model none", "there is no such model. Name one of deepseek-v3, gpt3-175b"),
+        ("--model Llama3-8B", "there is no such model. Did you mean llama3-8b? Name one of"),
         ("--model none.py:build", "none.py"),
         ("--model llama3-8b --recompute some", "'some' is not one of"),
     ],
@@ -365,7 +380,7 @@ def test_the_command_counts_a_step_of_a_model(tmp_path):
     padded = 2 * 256 * 4096  # tp=4 divides the vocabulary into multiples of 128
     assert step["weights"] == 8_030_261_248 + padded
     assert sum(stage["weights"] * 4 for stage in step["stages"]) >= step["weights"]
-    assert (step["job"]["seq_length"], step["job"]["microbatches"]) == (8192, 8)
+    assert (step["job"]["seq_length"], step["job"]["microbatches"]) == (8192, 64)  # 512 samples
     for stage in step["stages"]:
         assert stage["parameters"] == 2 * stage["weights"]
         assert stage["gradients"] == 4 * stage["weights"]

@@ -77,19 +77,18 @@ class Report:
         return sum(use.keep for use in self.found.uses)
 
 
-def of_found(found: Found, config: Config) -> Report:
-    """Return the report of ``megapg check``."""
+def of_check(checked: Migration, config: Config) -> Report:
+    """Return the report of ``megapg check``: uses with a replacement are those of ``migrate``."""
     entries = []
-    for use in found.uses:
-        if not use.keep:
-            answer = use.answer
-            if isinstance(answer, Replacement):
-                caution = answer.caution
-                entries.append(Entry(use, REPLACEABLE, instead=answer.expression, reason=caution))
-            else:
-                detail = answer.detail
-                entries.append(Entry(use, NOT_REPLACEABLE, reason=answer.reason, detail=detail))
-    return Report((REPLACEABLE, NOT_REPLACEABLE), entries, found, found.problems, config)
+    for left in checked.left:
+        entries.append(Entry(left.use, NOT_REPLACEABLE, reason=left.reason, detail=left.detail))
+    for served in checked.served:
+        answer = served.use.answer
+        assert isinstance(answer, Replacement)  # as the use is served
+        entries.append(Entry(served.use, REPLACEABLE, instead=answer.expression))
+    entries.sort(key=lambda entry: (entry.use.file, entry.use.span))
+    columns = (REPLACEABLE, NOT_REPLACEABLE)
+    return Report(columns, entries, checked.found, checked.problems, config)
 
 
 def of_migration(migration: Migration, config: Config, unwritten: Sequence[Problem] = ()) -> Report:
