@@ -30,7 +30,7 @@ from megapg.checkpoint.directory import (
 )
 from megapg.checkpoint.entries import EntryReader, check_places, checksums_of, entries_of, inside
 from megapg.checkpoint.files import LARGEST_JSON, LARGEST_PICKLE, broken, parse_json, read_small
-from megapg.checkpoint.manifest import Manifest, read_manifest
+from megapg.checkpoint.manifest import Manifest, partial_of, read_manifest
 from megapg.checkpoint.safe_metadata import parse_metadata
 from megapg.checkpoint.safe_torch import load_safely
 from megapg.errors import (
@@ -77,6 +77,11 @@ class Contents:
     def keys(self) -> tuple[str, ...]:
         """Every key, of tensors and byte entries alike, in the order of the save."""
         return tuple(self.metadata.state_dict_metadata)
+
+    @property
+    def partial(self) -> frozenset[str]:
+        """The keys of tensors that some layers do not have: adapters, states of frozen layers."""
+        return partial_of(self.about)
 
     @property
     def content_metadata(self) -> Mapping[str, object] | None:

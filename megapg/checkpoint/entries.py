@@ -12,7 +12,7 @@ import pathlib
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -226,18 +226,22 @@ def check_places(path: Path, metadata: Metadata) -> None:
             end = stop
 
 
-def entries_of(path: Path, metadata: Metadata, key: str) -> list[Entry]:
+def entries_of(
+    path: Path, metadata: Metadata, key: str, *, partial: Container[str] = ()
+) -> list[Entry]:
     """Return the entries of a key: one for each chunk of a tensor, or one for an object.
+
+    ``partial``: keys of tensors that some layers do not have.
 
     Raises:
         BrokenCheckpointError: ``.metadata`` does not have the place of an entry, or the chunks do
-            not make up the tensor. Whole layers may be absent.
+            not make up the tensor.
     """
     index, saved = path / INDEX_FILE, metadata.state_dict_metadata[key]
     chunks: list[ChunkStorageMetadata | None] = [None]
     if isinstance(saved, TensorStorageMetadata):
         chunks = [*saved.chunks]
-        if problem := flaw(saved):
+        if problem := flaw(saved, partial=key in partial):
             raise broken(index, f"says that the shards of {key!r} {problem}")
     found = []
     for chunk in chunks:
@@ -302,10 +306,10 @@ def absent_layers(tensor: TensorStorageMetadata) -> frozenset[int]:
     return frozenset(range(tensor.size[0])) - present if whole else frozenset()
 
 
-def flaw(tensor: TensorStorageMetadata) -> str:
+def flaw(tensor: TensorStorageMetadata, *, partial: bool = False) -> str:
     """Return the problem of a tensor's chunks, as in "leave a part of it out"; empty if none.
 
-    Each element of each layer that is there must be in exactly one chunk.
+    Each element must be in exactly one chunk. If ``partial``, whole layers may be absent.
     """
     chunks = [_ranges(chunk) for chunk in tensor.chunks if 0 not in chunk.sizes]
     if any(
@@ -315,7 +319,7 @@ def flaw(tensor: TensorStorageMetadata) -> str:
     ):
         return "reach beyond its end"
     total = count_of(tensor)
-    if total < math.prod(tensor.size) and not absent_layers(tensor):
+    if total < math.prod(tensor.size) and not (partial and absent_layers(tensor)):
         return "leave a part of it out"
     if total > math.prod(tensor.size) or not _apart(sorted(chunks)):
         return "overlap"

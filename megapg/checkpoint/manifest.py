@@ -36,8 +36,16 @@ from megapg.errors import CheckpointError
 
 MANIFEST_FILE = "integrity.json"
 SAVED_AT = "saved_at"  # among the notes: seconds since 1970
+PARTIAL = "partial"  # among the notes: keys of tensors that some layers do not have
 
 Algorithm: TypeAlias = Literal["sha256", "xxh3_128"]
+
+
+def partial_of(about: Mapping[str, object]) -> frozenset[str]:
+    """Return the keys of tensors that some layers do not have, from the notes about a save."""
+    noted = about.get(PARTIAL, [])
+    return frozenset(map(str, noted)) if isinstance(noted, list) else frozenset()
+
 
 _HASHES: Mapping[Algorithm, Callable[..., Any]] = {"sha256": hashlib.sha256, "xxh3_128": xxh3_128}
 _ENTRY_DIGITS = 16  # of an XXH3-64

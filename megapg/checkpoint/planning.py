@@ -142,6 +142,15 @@ def merge_plans(
     return metadata
 
 
+def partial_keys(metadata: Metadata) -> list[str]:
+    """Return the keys of tensors that some layers do not have."""
+    return [
+        key
+        for key, tensor in metadata.state_dict_metadata.items()
+        if isinstance(tensor, TensorStorageMetadata) and absent_layers(tensor)
+    ]
+
+
 def _flaws(metadata: Metadata, weights: Set[str], trained: Mapping[str, int]) -> Iterator[str]:
     """Yield what a load would miss, or find twice."""
     with_state: set[str] = set()
@@ -152,7 +161,7 @@ def _flaws(metadata: Metadata, weights: Set[str], trained: Mapping[str, int]) ->
             continue
         weight = weight_of(key)
         with_state.add(weight)
-        if problem := flaw(tensor):
+        if problem := flaw(tensor, partial=True):
             yield f"the shards of {key} {problem}"
         elif weight in trained and count_of(tensor) != trained[weight]:
             yield f"{key} has {count_of(tensor)} elements, and {trained[weight]} are trained"
@@ -230,7 +239,7 @@ class Loading:
         sharded, _ = core_utils.extract_sharded_base(sharded)
         self._contents = contents
         self.missing, self.resized = _check(
-            sharded, contents.metadata, strict=strict, vocabularies=vocabularies
+            sharded, contents, strict=strict, vocabularies=vocabularies
         )
         if self.missing:
             sharded, _ = dict_utils.extract_matching_values(
@@ -239,7 +248,9 @@ class Loading:
         self._sharded: State = sharded
         self.keys = frozenset(map(_key, dict_utils.nested_values(sharded)))
         path, metadata = contents.path, contents.metadata
-        self._entries = {key: entries_of(path, metadata, key) for key in self.keys}
+        self._entries = {
+            key: entries_of(path, metadata, key, partial=contents.partial) for key in self.keys
+        }
         check_ends(path, chain.from_iterable(self._entries.values()))
 
     def read(self, common: State, progress: Callable[[int, int], None]) -> State:
@@ -345,7 +356,7 @@ def _key(leaf: object) -> str:
 
 
 def _check(
-    sharded: State, metadata: Metadata, *, strict: bool, vocabularies: Set[int]
+    sharded: State, contents: Contents, *, strict: bool, vocabularies: Set[int]
 ) -> tuple[set[str], dict[str, tuple[int, ...]]]:
     """Return the keys that the checkpoint lacks, and key -> saved shape of padded vocabularies.
 
@@ -353,7 +364,7 @@ def _check(
         CheckpointMismatchError: another key does not fit, or with ``strict`` one is missing.
     """
     missing, resized = dict[str, str](), dict[str, tuple[int, ...]]()
-    wrong = list[str]()
+    metadata, wrong = contents.metadata, list[str]()
     for leaf in dict_utils.nested_values(sharded):
         key = _key(leaf)
         saved = metadata.state_dict_metadata.get(key)
@@ -365,7 +376,7 @@ def _check(
             there, here = tuple(saved.size), tuple(leaf.global_shape)
             text = f"{key} has shape {there}, here {here}"
             if there == here:
-                if not _covers(saved, leaf):
+                if key in contents.partial and not _covers(saved, leaf):
                     missing[key] = f"{key} lacks layers that the model has"
             elif not leaf.allow_shape_mismatch:
                 wrong.append(text)

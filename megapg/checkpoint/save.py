@@ -39,10 +39,10 @@ from megapg.checkpoint.directory import (
     CheckpointInfo,
     iteration_name,
 )
-from megapg.checkpoint.manifest import FileSum, write_file, write_manifest
+from megapg.checkpoint.manifest import PARTIAL, FileSum, write_file, write_manifest
 from megapg.checkpoint.param_groups import leaves_of, merged
 from megapg.checkpoint.pieces import Weights, weights_of
-from megapg.checkpoint.planning import Item, State, merge_plans, plan_save
+from megapg.checkpoint.planning import Item, State, merge_plans, partial_keys, plan_save
 from megapg.checkpoint.reshard import OptimizerSharding
 from megapg.checkpoint.rng_layouts import Kind
 from megapg.checkpoint.safe_torch import load_safely
@@ -384,6 +384,7 @@ class _Work:
             "iteration": self.iteration,
             "layout": None if self.layout is None else sizes_of(self.layout),
             rng_records.ALIKE: rng_records.drew_alike(streams),
+            PARTIAL: partial_keys(metadata),
         }
         write_manifest(here, sums, about)
         return sums

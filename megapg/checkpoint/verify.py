@@ -42,7 +42,13 @@ from megapg.checkpoint.entries import (
     entries_of,
 )
 from megapg.checkpoint.files import read_json
-from megapg.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest, sum_of
+from megapg.checkpoint.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    partial_of,
+    read_manifest,
+    sum_of,
+)
 from megapg.errors import (
     BrokenCheckpointError,
     CheckpointError,
@@ -159,7 +165,8 @@ class _Check:
                 common = self._read(home, lambda: read_common(self._path, metadata, check=alone))
                 if common is not None and (problem := wrong_name(self._path, common)):
                     self._add(home, problem)
-            self._check_places(metadata, archives=alone)
+            some = partial_of(expected.about if expected else {})
+            self._check_places(metadata, some, archives=alone)
         entries = self._damaged(metadata, expected) if metadata is not None else []
         self._on_progress(self._total, self._total)
         return Report(
@@ -241,11 +248,12 @@ class _Check:
             sums = checksums_of(self._path, metadata, manifest) if manifest else None
         except BrokenCheckpointError:
             sums = None
+        some = partial_of(manifest.about if manifest else {})
         found = set()
         with closing(EntryReader(self._path, sums, check=True)) as reader:
             for key in metadata.state_dict_metadata if self._problems else ():
                 try:
-                    for entry in entries_of(self._path, metadata, key):
+                    for entry in entries_of(self._path, metadata, key, partial=some):
                         if entry.place.relative_path in self._problems:
                             (reader.load if entry.chunk is None else reader.tensor)(entry)
                 except Exception:  # an archive can be broken in too many ways to list
@@ -262,11 +270,12 @@ class _Check:
         if FORMAT_FILE not in self._problems and (problem := wrong_format(config)):
             self._add(FORMAT_FILE, problem)
 
-    def _check_places(self, metadata: Metadata, *, archives: bool) -> None:
+    def _check_places(self, metadata: Metadata, some: frozenset[str], *, archives: bool) -> None:
         """Compare the places in ``.metadata`` with the shard files. Check archives on request."""
         shards: dict[str, list[Entry]] = defaultdict(list)
         for key in metadata.state_dict_metadata:
-            entries = self._read(INDEX_FILE, partial(entries_of, self._path, metadata, key))
+            read = partial(entries_of, self._path, metadata, key, partial=some)
+            entries = self._read(INDEX_FILE, read)
             for entry in entries or ():
                 shards[entry.place.relative_path].append(entry)
         if sum(map(len, shards.values())) < len(metadata.storage_data or {}):

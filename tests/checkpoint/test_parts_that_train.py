@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 import megapg
 from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint.planning import merge_plans
+from megapg.checkpoint.verify import verify
 from megapg.errors import (
     BrokenCheckpointError,
     CheckpointMismatchError,
@@ -121,6 +122,7 @@ def test_layers_that_train_are_saved_alone_and_no_more_is_loaded(tmp_path):
         step(first)
         step(second)
         assert equal(weights([first["model"]]), weights([second["model"]]))
+        assert verify(tmp_path / "iter_0000002").good
         more = job(pg, lambda name: "layers." in name, layers=4)
         before = weights([more["model"]])
         with pytest.raises(CheckpointMismatchError, match="trains more than was saved"):

@@ -129,7 +129,7 @@ class Training:
                 state |= {f"{place}.{k}": v for k, v in group.items() if k not in left_by_load}
                 for order, parameter in enumerate(group["params"]):
                     state[f"{place}.{order}.main"] = digest(parameter)
-                    for key, value in adam.state[parameter].items():
+                    for key, value in adam.state.get(parameter, {}).items():
                         state[f"{place}.{order}.{key}"] = digest(value)
         state |= {f"scheduler.{k}": v for k, v in self.scheduler.state_dict().items()}
         state |= {
@@ -344,7 +344,7 @@ def save(training, root, release=False):
 def load(training, root):
     """Load as Megatron does. Every rank calls it."""
     fused = training.job.fused
-    with contextlib.nullcontext() if fused else torchs_adam(training.optimizer):
+    with torch.no_grad() if fused else torchs_adam(training.optimizer):
         (load_with_training if HAS_TRAINING else load_with_core)(training, root)
 
 
