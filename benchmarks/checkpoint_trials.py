@@ -48,6 +48,7 @@ from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint import rng_records
 from megapg.checkpoint.directory import iteration_name
 from megapg.checkpoint.reshard import OptimizerSharding
+from megapg.checkpoint.restore import restore
 from megapg.checkpoint.state import gather_parameters, load_model, model_state, prepare_parameters
 from megapg.demo import gpt
 from megapg.demo.job import GPTRun
@@ -175,7 +176,7 @@ def _load_direct(job: _Job, directory: Path) -> None:
     metadata = dist_checkpointing.load_content_metadata(path)
     found = dist_checkpointing.load(_sharded(job, metadata, is_loading=True), path)
     load_model(job.chunks, found, strict=True)
-    optimizers.restore(job.optimizer, found["optimizer"])
+    restore(job.optimizer, found["optimizer"])
 
 
 def _sharded(job: _Job, metadata: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:

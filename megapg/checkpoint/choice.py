@@ -135,3 +135,23 @@ def identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
+
+
+class Changes:
+    """Adds to an error of a load that the model had begun to change.
+
+    Attributes:
+        begun: True once the first tensor is about to be read.
+    """
+
+    def __init__(self) -> None:
+        self.begun = False
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and self.begun:
+            error.add_note(
+                "The load had begun: weights, and perhaps the optimizer and the random streams, "
+                "are those of the checkpoint in part. Load again, or build them anew."
+            )

@@ -285,6 +285,12 @@ def weight_of(key: str) -> str:
     return key[found.end() :] if found else ""
 
 
+def is_of_optimizer(key: str) -> bool:
+    """True if the key is one of an optimizer's state, in any form."""
+    return _OF_OPTIMIZER.match(key) is not None
+
+
+_OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _STATE = re.compile(r"(chained_\d+\.)?optimizer\.state\.[^.]+\.")
 
 

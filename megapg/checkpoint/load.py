@@ -7,7 +7,6 @@ import copy
 import json
 import logging
 import os
-import re
 import sys
 import time
 import zlib
@@ -26,12 +25,20 @@ from megapg import errors
 from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint import scheduler as schedulers
 from megapg.checkpoint.background import Saves
-from megapg.checkpoint.choice import OF_THE_CHECKPOINT, Choice, are_of_the_checkpoint, identity
+from megapg.checkpoint.choice import (
+    OF_THE_CHECKPOINT,
+    Changes,
+    Choice,
+    are_of_the_checkpoint,
+    identity,
+)
 from megapg.checkpoint.contents import Contents, read_contents
 from megapg.checkpoint.directory import RELEASE
+from megapg.checkpoint.entries import is_of_optimizer
 from megapg.checkpoint.param_groups import fit
 from megapg.checkpoint.planning import Loading, State
 from megapg.checkpoint.reshard import check_reshard
+from megapg.checkpoint.restore import reload_weights, restore
 from megapg.checkpoint.rng_layouts import KEY, detect
 from megapg.checkpoint.rng_records import ALIKE, RngReport, groups_for, record_for_this_rank
 from megapg.checkpoint.state import (
@@ -69,7 +76,6 @@ logger = logging.getLogger(__name__)
 _RANK_EXTRA = f"{RANK_EXTRA}/shard_"
 _PLACING = ("tp", "cp", "pp", "order")  # the rank's place in the data and in the pipeline
 _RERUN = "rerun_state_machine_state"  # for Megatron's own use
-_OF_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 @dataclass(frozen=True)
@@ -190,7 +196,7 @@ def load_checkpoint(
     saves.make_room(1)
     choice = Choice(Path(directory).absolute(), iteration)
     while True:
-        team, changes = joint_work(pg, "load", timeout), _Changes()
+        team, changes = joint_work(pg, "load", timeout), Changes()
         with _again_if_replaced(choice, team), changes, _naming(f"loading {choice}", team):
             started = time.monotonic()
             settings = {
@@ -268,9 +274,9 @@ def load_checkpoint(
                 team.agree("read")
                 with exchanging("the optimizer's state", team):
                     if restored is not None:
-                        optimizers.restore(restored, state["optimizer"])  # type: ignore[arg-type]
+                        restore(restored, state["optimizer"])  # type: ignore[arg-type]
                     else:
-                        optimizers.reload_weights(optimizer)
+                        reload_weights(optimizer)
                 if scheduler is not None and schedule is not None:
                     # Last, as in Megatron: it may be configured to ignore the saved learning rates.
                     schedulers.restore(scheduler, schedule)
@@ -298,26 +304,6 @@ def load_checkpoint(
                 rank_extra=rank_extra,
                 rank_extra_lost=rank_extra_lost,
                 fallback=chosen["fallback"],
-            )
-
-
-class _Changes:
-    """Adds to an error of a load that the model had begun to change.
-
-    Attributes:
-        begun: True once the first tensor is about to be read.
-    """
-
-    def __init__(self) -> None:
-        self.begun = False
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and self.begun:
-            error.add_note(
-                "The load had begun: weights, and perhaps the optimizer and the random streams, "
-                "are those of the checkpoint in part. Load again, or build them anew."
             )
 
 
@@ -447,7 +433,7 @@ def _unexpected(
 def _is_looked_for(key: str, with_optimizer: bool) -> bool:
     if KEY in key or key.partition("/")[0] in (*KNOWN, RANK_EXTRA, _RERUN):
         return False
-    return with_optimizer or not _OF_OPTIMIZER.match(key)
+    return with_optimizer or not is_of_optimizer(key)
 
 
 @contextlib.contextmanager

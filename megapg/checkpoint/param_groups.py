@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -96,24 +97,25 @@ def merged(states: Mapping[int, OptimizerState]) -> OptimizerState:
     """
     whole = max(states.values(), key=lambda state: len(parts_of(state)), default={})
     parts = parts_of(whole)
-    known = {_identity(group): group for part in parts for group in groups_of(part)}
+    known: dict[object, list[dict[str, Any]]] = defaultdict(list)
+    for part in parts:
+        for group in groups_of(part):
+            known[_identity(group)].append(group)
     steps: dict[int, dict[Any, Any]] = {}  # id of the holder of a step -> rank -> step
     for rank, state in states.items():
         for number, part in enumerate(parts_of(state)):
             into = parts[min(number, len(parts) - 1)]
             for group in groups_of(part):
-                found = known.setdefault(_identity(group), group)
-                if found is group and not any(found is each for each in groups_of(into)):
+                found = known[_identity(group)]
+                if not found:
+                    found.append(group)
                     groups_of(into).append(group)
-                _join_step(found, group, "step", steps, rank)
+                for each in found:  # those of several optimizers may be equal
+                    _join_step(each, group, "step", steps, rank)
             if PART_FORM not in part:
-                _join_step(
-                    inner_of(into).setdefault("state", {}),
-                    inner_of(part).get("state", {}),
-                    COMMON_STEP,
-                    steps,
-                    rank,
-                )
+                holder = inner_of(into).setdefault("state", {})
+                held = inner_of(part).get("state", {})
+                _join_step(holder, held, COMMON_STEP, steps, rank)
     return whole
 
 

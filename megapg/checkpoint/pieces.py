@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megapg.checkpoint.planning import Item, State, shard
-from megapg.checkpoint.steps import STEP
+from megapg.checkpoint.step_count import STEP
 
 Parameters: TypeAlias = Mapping[torch.Tensor, ShardedTensor | ShardedTensorFactory]
 

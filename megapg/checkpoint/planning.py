@@ -42,6 +42,7 @@ from megapg.checkpoint.entries import (
     count_of,
     entries_of,
     flaw,
+    is_of_optimizer,
     weight_of,
 )
 from megapg.collection import ProcessGroup
@@ -123,10 +124,13 @@ def merge_plans(
     """
     problems = [*_overlaps(plans), *_missing_objects(plans)]
     if not problems:
-        _, metadata = create_default_global_save_plan(
-            [SavePlan(items=plans[rank]) for rank in sorted(plans)]
-        )
-        problems = [*_flaws(metadata, weights, trained)]
+        try:
+            _, metadata = create_default_global_save_plan(
+                [SavePlan(items=plans[rank]) for rank in sorted(plans)]
+            )
+            problems = [*_flaws(metadata, weights, trained)]
+        except (ValueError, AssertionError) as error:  # tensors with other numbers of axes
+            problems = [f"they do not fit together: {error!r}"]
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointSaveError(
@@ -163,13 +167,20 @@ def _flaws(metadata: Metadata, weights: Set[str], trained: Mapping[str, int]) ->
         with_state.add(weight)
         if problem := flaw(tensor, partial=True):
             yield f"the shards of {key} {problem}"
+            if weight and count_of(tensor) == trained.get(weight):
+                yield "only a part of each layer trains: use optimizer_sharding='dp_reshardable'"
         elif weight in trained and count_of(tensor) != trained[weight]:
             yield f"{key} has {count_of(tensor)} elements, and {trained[weight]} are trained"
-        elif tensor.size and weight not in trained:
-            absent = absent_layers(tensor)
-            layers[tensor.size[0]] |= set(range(tensor.size[0])) - absent
-            if absent:
-                lacking[key] = tensor.size[0], absent
+        elif absent := frozenset() if weight in trained else absent_layers(tensor):
+            lacking[key] = tensor.size[0], absent
+    counts = {count for count, _ in lacking.values()}
+    for tensor in metadata.state_dict_metadata.values():
+        if isinstance(tensor, TensorStorageMetadata) and counts.intersection(tensor.size[:1]):
+            layers[tensor.size[0]] |= {
+                layer
+                for chunk in tensor.chunks
+                for layer in range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
+            }
     for key, (count, absent) in lacking.items():
         if lost := sorted(absent - layers[count]):  # no layer without an adapter: no layer at all
             yield f"the shards of {key} leave layer {lost[0]} out, as those of all other tensors do"
@@ -384,8 +395,8 @@ def _check(
                 resized[key] = there
             else:
                 missing[key] = f"{text}: more than the padding of a vocabulary"
-    of_optimizer = sorted(key for key in missing if weight_of(key))
-    lenient = bool(missing) and not wrong
+    of_optimizer = sorted(filter(is_of_optimizer, missing))
+    lenient = bool(missing) and not wrong and not of_optimizer
     if of_optimizer and not wrong and (not strict or len(of_optimizer) == len(missing)):
         more = f" and {len(of_optimizer) - 3} more" if len(of_optimizer) > 3 else ""
         raise CheckpointMismatchError(
@@ -427,8 +438,8 @@ def vocabularies_of(metadata: Metadata) -> set[int]:
 def _is_padding(there: Sequence[int], here: Sequence[int], saved: Set[int], live: Set[int]) -> bool:
     """True if two shapes differ by the padding of a vocabulary, which depends on tp.
 
-    A value head in the place of the output layer has other rows than the vocabulary. Padding at
-    most doubles one.
+    A value head in the place of the output layer has other rows than the vocabulary. If the
+    vocabularies are not known, padding may at most double one.
 
     Args:
         saved: the sizes of the saved vocabularies; empty if they are not known.
@@ -438,5 +449,5 @@ def _is_padding(there: Sequence[int], here: Sequence[int], saved: Set[int], live
         tuple(there[1:]) == tuple(here[1:])
         and (not saved or there[0] in saved)
         and (not live or here[0] in live)
-        and max(there[0], here[0]) < 2 * min(there[0], here[0])
+        and (bool(saved and live) or max(there[0], here[0]) < 2 * min(there[0], here[0]))
     )

@@ -83,7 +83,9 @@ def showing(pg: ProcessGroupCollection | None) -> Iterator[None]:
 
 def vocabularies_of(chunks: Sequence[torch.nn.Module]) -> set[int]:
     """Return the padded sizes of the vocabularies that the model names."""
-    sizes = (getattr(part, "vocab_size", None) for chunk in chunks for part in chunk.modules())
+    names = ("vocab_size", "num_embeddings")
+    parts = [part for chunk in chunks for part in chunk.modules()]
+    sizes = (getattr(part, name, None) for part in parts for name in names)
     return {size for size in sizes if isinstance(size, int)}
 
 

@@ -286,7 +286,7 @@ def fake_session(
             name=name,
             timeout=0,
             collective_timeout=world.timeout,
-            title="fake_collection()",
+            title="fake_collection()" if len(taken) == 0 else f"fake_collection() {len(taken) + 1}",
         )
     except BaseException as error:
         world.close(abort=error, timeout=0)

@@ -113,7 +113,7 @@ def test_groups_must_be_alive():
         borrowed = ProcessGroupCollection.from_groups(tp=pg.tp, pp=pg.pp)
         assert build(borrowed) is borrowed
     for needs in ((), ("tp", "pp")):
-        with pytest.raises(StaleGroupError, match=r"^me: .*'pretend'.* were closed at"):
+        with pytest.raises(StaleGroupError, match=r"^me: .*fake_collection\(\).* were closed at"):
             resolve(pg, needs=needs, owner="me")
     with pytest.raises(StaleGroupError, match=r"^build: "):
         build(pg)

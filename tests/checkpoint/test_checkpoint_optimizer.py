@@ -13,9 +13,10 @@ from resuming import Training, distributed, published_groups, training, whole_te
 import megapg
 from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint import pieces
-from megapg.checkpoint.optimizer import content_metadata, restore
+from megapg.checkpoint.optimizer import content_metadata
 from megapg.checkpoint.param_groups import fit
 from megapg.checkpoint.reshard import check_reshard
+from megapg.checkpoint.restore import restore
 from megapg.checkpoint.state import model_state
 from megapg.demo import gpt
 from megapg.demo.job import GPTRun

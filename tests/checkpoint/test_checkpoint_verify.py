@@ -471,6 +471,7 @@ def test_the_manifest_is_written_at_once_or_not_at_all(tmp_path: Path) -> None:
     assert content["algorithm"] == "sha256"
     assert content["files"] == {"a": sums["a"].digest}
     assert content["sizes"] == {"a": 3}
+    assert content["megapg"].pop("saved_at") > 0
     assert content["megapg"] == {"iteration": 3}
     before = (tmp_path / MANIFEST).read_text()
     with pytest.raises(TypeError):

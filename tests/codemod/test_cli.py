@@ -364,7 +364,7 @@ def test_colours_and_progress_on_a_terminal(
 
 
 def test_explain_a_code() -> None:
-    assert len(REASONS) == 14
+    assert len(REASONS) == 15
     for code, reason in REASONS.items():
         output = run(0, "explain", code)
         assert output.startswith(f"{code}: the use {reason.title}.\n\n")

@@ -395,7 +395,10 @@ for attempt in (
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("llama4", "no such model. Name one of deepseek-v3, gpt3-175b, llama3-405b"),
+        (
+            "llama4",
+            "no such model. Did you mean llama3-405b? Name one of deepseek-v3, gpt3-175b",
+        ),
         ("absent.py:build", "absent.py: no such file"),
         ("absent.toml", "No such file"),
         ("no_such_module:build", "No module named 'no_such_module'"),

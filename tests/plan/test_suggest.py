@@ -141,7 +141,7 @@ def test_the_first_ones_are_those_of_measuring_every_layout(name, folder, cluste
                 lost = time_lost(layout, cluster, job, training.stages, search.arithmetic)
                 share = training.fullest.total / (cluster.memory_gb.value * 1e9)
                 fits.append((share > 0.9, lost.seconds, layout.tp, layout.pp, layout, job))
-        expected += [min(fits, key=lambda each: each[0])] * bool(fits)
+        expected += sorted(fits, key=lambda each: each[0])[:1]
     expected.sort(key=lambda each: each[:4])
     assert {each[0] for each in expected} == {False, True} or name == "latent"
     assert 4 <= len(expected) < len(found)  # some do not fit
@@ -254,8 +254,9 @@ def test_a_model_that_is_trained_in_part_is_bounded_by_less(sizes, tmp_path, clu
     return model
 """
     source = source.replace("return GPTModel(", "model = GPTModel(") + head
-    (tmp_path / "frozen_in_part.py").write_text(source)
-    model = find_model(f"{tmp_path}/frozen_in_part.py:build")
+    name = "_".join(["frozen_in_part", *sizes])  # a module is imported once
+    (tmp_path / f"{name}.py").write_text(source)
+    model = find_model(f"{tmp_path}/{name}.py:build")
     job = Job(model=model.name, seq_length=2048, microbatches=8)
     layout = ParallelLayout(world_size=2, **sizes)
     bound = least(layout, job, look_at(model, job))
