@@ -324,8 +324,10 @@ def _run(rank: int, job: Job) -> NoReturn:
             ) from reason
     except BaseException as raised:
         error, payload = raised, None
-        if closing := sys.modules.get("megapg.ownership.closing"):  # sessions that are still open
-            closing.explain(raised)
+        if "torch" in sys.modules:  # sessions may still be open
+            from megapg.ownership.closing import explain
+
+            explain(raised)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

@@ -137,7 +137,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     try:
         return (yield)
     except BaseException as error:
-        if "megapg.ownership" in sys.modules:  # the groups of fixtures are still open
+        if "torch" in sys.modules:  # the groups of fixtures may still be open
             from megapg.ownership.closing import explain
 
             explain(error)

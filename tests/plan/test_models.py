@@ -397,7 +397,7 @@ for attempt in (
     [
         (
             "llama4",
-            "no such model. Did you mean llama3-405b? Name one of deepseek-v3, gpt3-175b",
+            "no such model. Did you mean llama3-405b",
         ),
         ("absent.py:build", "absent.py: no such file"),
         ("absent.toml", "No such file"),

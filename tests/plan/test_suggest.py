@@ -262,12 +262,13 @@ def test_a_model_that_is_trained_in_part_is_bounded_by_less(sizes, tmp_path, clu
     bound = least(layout, job, look_at(model, job))
     stages = measure(layout, cluster, model, job).stages
     assert bound.total <= max(stage.total - stage.communicators[1] for stage in stages)
-    for flow in bound.flows:
+    for flow in (each for each in bound.flows if getattr(layout, each.field) > 1):
+        # Without sequence parallelism, an all-reduce takes the place of a gather and a scatter.
         counted = sum(
-            each.bytes
+            each.bytes * (2 if each.collective == "all_reduce" else 1)
             for stage in stages
             for each in stage.flows
-            if (each.field, each.collective) == (flow.field, flow.collective)
+            if each.field == flow.field
         )
         assert flow.bytes <= counted
 
