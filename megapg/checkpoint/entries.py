@@ -302,7 +302,7 @@ def count_of(tensor: TensorStorageMetadata) -> int:
 def absent_layers(tensor: TensorStorageMetadata) -> frozenset[int]:
     """Return the layers that a tensor of several layers lacks; none if something else is absent.
 
-    The first axis counts the layers. Some may have no adapter, or be frozen and so have no
+    The first axis counts the layers. A layer may have no adapter, or be frozen and have no
     optimizer state.
     """
     if len(tensor.size) < 2 or any(chunk.sizes[0] != 1 for chunk in tensor.chunks):

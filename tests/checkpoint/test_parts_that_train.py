@@ -244,3 +244,15 @@ def test_groups_of_another_optimizer_do_not_match():
 
     (found,) = paired(Leaf, [muon, adam])
     assert found == {**adam, "is_expert_parallel": False}
+
+
+def test_equal_groups_of_two_optimizers_get_the_step_of_another_rank():
+    from megapg.checkpoint.param_groups import groups_of, merged, parts_of
+
+    def state(*steps):
+        groups = [{"wd_mult": 1.0, "lr": 2.0} | ({"step": s} if s else {}) for s in steps]
+        form = {"param_state_sharding_type": "fully_reshardable"}
+        return {n: {**form, "optimizer": {"param_groups": [g]}} for n, g in enumerate(groups)}
+
+    whole = merged({0: state(None, None), 1: state(None, 5.0)})
+    assert [g["step"] for part in parts_of(whole) for g in groups_of(part)] == [5.0, 5.0]
