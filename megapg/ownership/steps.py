@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from megapg.errors import OffloadError, TeardownError, UnsupportedOffloadError
 from megapg.rendezvous.joint_work import OthersFailedError
-from megapg.rendezvous.problems import brief
+from megapg.rendezvous.problems import brief, with_note
 
 
 class NotAllWellError(Exception):
@@ -51,7 +51,7 @@ class Steps:
 
     def report(self) -> str:
         """Return the errors as text, for other ranks; empty if there are none."""
-        return "; ".join(map(_with_note, self.problems)).rstrip(".")
+        return "; ".join(map(with_note, self.problems)).rstrip(".")
 
     def take(self) -> list[Exception]:
         """Return the errors so far, and forget them.
@@ -115,9 +115,3 @@ def together(owner: str, doing: str, rank: int, lose: Callable[[str], None]) -> 
             "it, and open a new one",
             steps.take(),
         ) from None
-
-
-def _with_note(error: Exception) -> str:
-    """Return an error in one line, with its first note, which names the place."""
-    notes = getattr(error, "__notes__", ())
-    return brief(error) + (f" ({notes[0]})" if notes else "")

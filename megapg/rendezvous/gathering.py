@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from megapg.rendezvous.hello import DIED, STAY, Hello, Hellos, fate
-from megapg.rendezvous.problems import ALONE, LISTED, THE_STORE, RankNames, brief
+from megapg.rendezvous.problems import ALONE, LISTED, THE_STORE, RankNames, with_note
 from megapg.rendezvous.store import Store, StoreError, batches
 
 # Seconds that a follower waits for the leader beyond the deadline, as the leader's error says more.
@@ -186,7 +186,7 @@ class Gathering:
                 self._hellos.mine = replace(self._mine, state="closed")
                 words = {f"hello/{self._rank}": json.dumps(vars(self._mine))}
                 if problem is not None:
-                    words |= self._bye(brief(problem))
+                    words |= self._bye(with_note(problem))
                 self._store.post(words)
             return self._lost(error)
 
@@ -200,10 +200,10 @@ class Gathering:
 
     def _take_leave(self, problem: BaseException | None, deadline: float) -> dict[int, str]:
         bye = f"{self._mine.namespace}/bye"
-        word = "" if problem is None else brief(problem)
+        word = "" if problem is None else with_note(problem)
         self._store.multi_set(self._bye(word))
         if problem is not None:
-            problems = {self._rank: brief(problem)}
+            problems = {self._rank: with_note(problem)}
             if self._leading:  # include the errors so far, which may be the cause
                 problems |= self._answers(bye, self._ranks, "")
                 self._settle(f"{bye}/all", problems)

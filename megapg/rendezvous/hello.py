@@ -236,7 +236,7 @@ def fate(hello: Hello | None) -> str:
     with contextlib.suppress(psutil.Error):
         if psutil.Process(hello.pid).status() == psutil.STATUS_STOPPED:
             return "is stopped (SIGSTOP) and can't say where it stands"
-    return "still runs: it is stuck, or at work"
+    return f"still runs: it is stuck, or at work (py-spy dump --pid {hello.pid} shows where)"
 
 
 def runs_here(hello: Hello) -> bool:

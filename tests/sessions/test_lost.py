@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -83,3 +84,49 @@ def test_a_stopped_rank_and_the_field_are_named_when_a_collective_times_out() ->
     assert "session 'default': in all_reduce on tp, " in notes
     assert "(ranks 0, 1)" in notes
     assert re.search(r"rank 1: not a word \(process \d+ on \S+\): is stopped \(SIGSTOP\)", notes)
+
+
+def stand_apart() -> str:
+    with (
+        pytest.raises(RuntimeError) as failed,
+        megapg.session(
+            tp=2, pp=2, backend="gloo", timeout=10, collective_timeout=timedelta(seconds=3)
+        ) as session,
+    ):
+        wait_for_one_in_another_group(session)
+    return "\n".join(failed.value.__notes__)
+
+
+def wait_for_one_in_another_group(session: megapg.Session) -> None:
+    """Rank 0 waits for 1, 1 for 3, 3 for 2 and 2 for 0."""
+    group = session.groups.tp if session.rank in (0, 3) else session.groups.pp
+    dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_ranks_that_wait_for_each_other_are_told_where_the_others_stand() -> None:
+    notes = run_distributed(stand_apart, 4, deadline=90)
+    assert re.search(r"other ranks: .*rank 1: .*in all_reduce on pp", notes[0]), notes[0]
+    assert re.search(r"other ranks: .*rank 0: .*in all_reduce on tp", notes[1]), notes[1]
+
+
+def busy() -> str:
+    with (
+        pytest.raises(RuntimeError) as failed,
+        megapg.session(
+            tp=2, backend="gloo", timeout=10, collective_timeout=timedelta(seconds=2)
+        ) as session,
+    ):
+        reduce_late(session)
+    return "\n".join(failed.value.__notes__)
+
+
+def reduce_late(session: megapg.Session) -> None:
+    dist.all_reduce(torch.ones(1), group=session.groups.tp)
+    if session.rank == 1:
+        time.sleep(8)  # a data loader that hangs
+    dist.all_reduce(torch.ones(1), group=session.groups.tp)
+
+
+def test_of_a_rank_that_is_still_at_work_the_process_is_named() -> None:
+    notes = run_distributed(busy, 2, deadline=90)[0]
+    assert re.search(r"rank 1: not a word .*py-spy dump --pid \d+", notes), notes
