@@ -16,7 +16,9 @@ def storages(tensors: Iterable[torch.Tensor], without: Iterable[int] = ()) -> di
     The number is valid as long as the storage exists.
     """
     found = {_number(each): each.untyped_storage().nbytes() for each in tensors}
-    return {number: size for number, size in found.items() if number not in set(without)}
+    for number in without:
+        found.pop(number, None)
+    return found
 
 
 def _number(tensor: torch.Tensor) -> int:

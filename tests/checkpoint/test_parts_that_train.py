@@ -33,7 +33,7 @@ pytestmark = pytest.mark.contract
 VOCABULARY = 32
 
 
-def job(pg, trains=lambda name: True, layers=2):
+def job(pg, trains=lambda name: True, layers=2, vocabulary=VOCABULARY):
     """Return the arguments that a save and a load take of a small GPT on these groups."""
     megapg.seed_all(1, pg)
     stage, last = pg.rank("pp"), pg.size("pp") - 1
@@ -47,7 +47,7 @@ def job(pg, trains=lambda name: True, layers=2):
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(),
-        VOCABULARY,
+        vocabulary,
         8,
         pre_process=stage == 0,
         post_process=stage == last,
@@ -106,6 +106,22 @@ def test_a_value_head_is_no_padded_vocabulary(tmp_path, rows):
         megapg.save_checkpoint(tmp_path, 2, model=critic, pg_collection=pg)
         with pytest.raises(CheckpointMismatchError, match=rf"\({rows}, 16\), here \(32, 16\)"):
             megapg.load_checkpoint(tmp_path, model=policy, pg_collection=pg, weights_only=True)
+
+
+@pytest.mark.parametrize("padded", [VOCABULARY + 8, 8 * VOCABULARY])
+def test_a_vocabulary_may_be_padded_to_many_times_its_size(tmp_path, padded):
+    with published_groups() as pg:
+        saved, loaded = job(pg), job(pg, vocabulary=padded)
+        step(saved)
+        megapg.save_checkpoint(tmp_path, 1, **saved)
+        assert megapg.load_checkpoint(tmp_path, **loaded).missing == ()
+        for name in ("embedding.word_embeddings", "output_layer"):
+            then, now = (
+                each["model"].module.get_submodule(name).weight for each in (saved, loaded)
+            )
+            assert torch.equal(then, now[:VOCABULARY])
+        megapg.save_checkpoint(tmp_path, 2, **loaded)
+        assert megapg.load_checkpoint(tmp_path, **saved).missing == ()
 
 
 # -- frozen layers ---------------------------------------------------------------------------------

@@ -397,11 +397,14 @@ def test_a_plan_and_its_suggestions_have_equal_steps():
 
 @pytest.mark.slow
 def test_seventy_billion_parameters_on_64_gpus_need_few_measurements(tmp_path):
-    """A measurement takes two seconds, so all of them take less than a minute."""
+    """A measurement takes less than a second, so all of them take less than a minute.
+
+    Layouts that leave too little memory come last, so all those that may leave enough are measured.
+    """
     words = "plan --world-size 64 --cluster 8xH100-8 --model llama3-70b --suggest --json"
     done = cli.megapg(*words.split(), at=tmp_path, timeout=240)
     suggestions = json.loads(done.stdout)["suggestions"]
-    assert suggestions["measured"] <= 20
+    assert suggestions["measured"] <= 40
     found = suggestions["layouts"]
     assert len(found) == 10
     assert all(each["bytes"] <= 80e9 and each["tp"] <= 8 for each in found)

@@ -329,6 +329,9 @@ def await_the_strike():
     until_gone(int(here.read_text())) if end == "killed" else has_stopped(int(here.read_text()))
 
 me = int(os.environ["RANK"])
+Path(f"imported {me}").touch()
+while not Path(f"imported {1 - me}").exists():  # so that 3 s are enough to open the session
+    time.sleep(0.01)
 if phase == "start" and me == 0:
     Rendezvous._lead = lead
 session = megapg.session(timeout=3 if phase == "start" else 60, backend="gloo")
