@@ -79,13 +79,14 @@ def installed_version() -> tuple[int, int, int]:
 
 
 def version_text() -> str:
-    """Return the version of the installed Megatron-core as it spells it, such as ``0.20.0rc0``.
+    """Return the version of the installed Megatron-core, such as ``0.20.0rc0``.
 
-    Asks the package: a checkout on ``PYTHONPATH`` has no metadata.
+    Asks the package: a checkout on ``PYTHONPATH`` has no metadata. Its ``__version__`` may have the
+    commit of the repository that the process runs in, which need not be Megatron-core's.
     """
     version = installed_version()
     package = importlib.import_module(_PACKAGE_INFO)
-    return str(getattr(package, "__version__", _dotted(version)))
+    return _dotted(version) + str(getattr(package, "PRE_RELEASE", ""))
 
 
 def _version_in(package_info: ModuleType) -> tuple[int, int, int]:

@@ -116,8 +116,8 @@ class _Connection:
             if stuck and isinstance(inner, dist.TCPStore):
                 self.lost = f"{self.host.name} did not answer, and this process is exiting."
                 sockets.hang_up(inner.port)  # no other call needs the connection now
-            for call in stuck:
-                call.wait(1.0)
+            for call in stuck:  # each prints a stack, which takes seconds on a busy machine
+                call.wait(5.0)
 
 
 class Store:

@@ -121,7 +121,7 @@ def upstream(checkout: Path, *arguments: str) -> tuple[int, str]:
         "PYTHONPATH": str(checkout / "callers"),
         "PYTHONWARNINGS": "ignore",
     }
-    ran = captured(["make", "test-upstream", *variables], cwd=ROOT, env=environment, timeout=250)
+    ran = captured(["make", "test-upstream", *variables], cwd=ROOT, env=environment, timeout=550)
     told = re.search(r"test-upstream\] Error (\d+)", ran.stderr)
     return int(told[1]) if told else ran.returncode, ran.stdout + ran.stderr
 
@@ -134,6 +134,7 @@ def assert_rows(said: str, rows: dict[str, tuple[int, int]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a dozen processes, each of which imports Megatron-core
 def test_what_passes_on_globals_and_not_on_sessions_is_named(checkout: Path) -> None:
     code, said = upstream(checkout, "--ranks 2 --select _both --select _one")
     assert code == 1, said
@@ -142,6 +143,7 @@ def test_what_passes_on_globals_and_not_on_sessions_is_named(checkout: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # a dozen processes, each of which imports Megatron-core
 def test_what_passes_on_both_and_what_can_not_be_imported(checkout: Path) -> None:
     code, said = upstream(checkout, "--select _caller --select _broken")
     assert code == 0, said

@@ -214,7 +214,7 @@ def killed_everywhere(forge, tmp_path, choice, disk, scattered):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(280)
+@pytest.mark.timeout(600)  # sixty jobs, each of which waits for a dead rank
 def test_a_rank_is_killed_anywhere_in_a_save(forge, tmp_path):
     seed = int(os.environ.get("MEGAPG_TEST_SEED", random.randrange(10**6)))
     print(f"MEGAPG_TEST_SEED={seed}")
