@@ -29,7 +29,7 @@ from megapg.errors import RankFailedError
 
 app = typer.Typer(add_completion=False)
 
-KINDS = ("exact", "rounded", "refused", "not built", "wrong")
+KINDS = ("exact", "rounded", "apart", "refused", "not built", "wrong")
 GROUPINGS = {
     "model": "model",
     "trains": "parameters that train",

@@ -537,6 +537,17 @@ def fits(layout, chain, trains=True):
     return chain.layers % stages == 0
 
 
+def trains_copies_apart(chain):
+    """Say why Megatron-core trains copies of a parameter apart on the first layout; "" if not."""
+    layout = chain.layouts[0]
+    expt_tp = layout.sizes["expt_tp"]
+    if chain.model.startswith("moe") and layout.ep == 1 and expt_tp != layout.tp:
+        return "gradients of experts are reduced over dp and not over expt_dp (Megatron-LM #5916)"
+    if chain.optimizer == "offload half" and chain.tied and layout.pp > 1:
+        return "one copy of the embedding is updated on the GPU and the other on the CPU"
+    return ""
+
+
 def draw_chain(choose):
     """Return a chain, drawn with ``choose(options)``; the first option is the simplest."""
     model = choose(MODELS)

@@ -5,6 +5,7 @@ The kinds of outcomes:
 * exact: every tensor of the three checkpoints has the same bits. So has the state on A, with its
   next three losses and norms. Every trait of the live parameter groups stays.
 * rounded: the same, but for states whose type has to be rounded anew at each load.
+* apart: the same, but for copies that Megatron-core trained apart. All copies get what was saved.
 * refused: megapg refused a save or a load with one of its errors. Nothing was changed, and the last
   checkpoint before that loads on A.
 * not built: Megatron-core can't build, describe or train such a job.
@@ -28,7 +29,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from chain_model import Job, can_run, parts_in_place, simpler
+from chain_model import Job, can_run, parts_in_place, simpler, trains_copies_apart
 from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -54,7 +55,7 @@ class Outcome:
     """The outcome of a chain.
 
     Attributes:
-        kind: "exact", "rounded", "refused", "not built" or "wrong".
+        kind: "exact", "rounded", "apart", "refused", "not built" or "wrong".
         where: the leg and what it did: "B load".
         reason: the error's text, or the first differences.
         seconds: wall time.
@@ -289,13 +290,19 @@ class _Run:
         """Compare the last leg with the first, which is on the same layout."""
         steps, rounded = self._steps(), self.chain.optimizer in ROUNDED
         ranks = range(self.chain.layouts[0].world)
+        why, apart = trains_copies_apart(self.chain), False
         for rank in ranks:
             one, other = begun[rank], ended[rank]
             found = _differences(one.state, other.state)
             if rounded:  # the next steps differ as well
                 found = tuple(each for each in found if not _SCALED.match(each))
-            if found:
+            others = [each.state for each in begun[: len(ranks)] if each is not one]
+            if why and all(_had(others, each) for each in found):
+                apart = apart or bool(found)
+            elif found:
                 return Outcome("wrong", "A again load", f"rank {rank}: {'; '.join(found[:4])}")
+        if apart:
+            return Outcome("apart", "A train", why)
         for rank in ranks:
             one, other = begun[rank], ended[rank]
             if one.losses != other.losses and not (rounded and _close(one.losses, other.losses)):
@@ -358,6 +365,15 @@ def _differences(one, other):
         f"{name}: {one.get(name, 'absent')} -> {other.get(name, 'absent')}"
         for name in names
         if _plain(one.get(name, "absent")) != _plain(other.get(name, "absent"))
+    )
+
+
+def _had(states, difference):
+    """True if what one rank has now is what another rank had, under a name with the same end."""
+    name, _, values = difference.partition(": ")
+    now, end = values.rpartition(" -> ")[2], name.rpartition(".")[2]
+    return any(
+        str(value) == now and key.endswith(end) for state in states for key, value in state.items()
     )
 
 
