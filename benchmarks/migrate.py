@@ -62,14 +62,14 @@ def tables(given: Options) -> list[Table]:
     return [table(list(map(run, corpora)))]
 
 
-def run(corpus: Corpus) -> Outcome:
-    """Migrate a copy of a tree, and check the files that are written."""
+def run(corpus: Corpus, processes: int | None = None) -> Outcome:
+    """Migrate a copy of a tree, in so many processes, and check the files that are written."""
     with tempfile.TemporaryDirectory(prefix="megapg-bench-") as folder:
         tree = Path(folder, "tree")
         # Published trees have links to unpublished files.
         shutil.copytree(corpus.wheel.tree(), tree, ignore_dangling_symlinks=True)
         begin = time.perf_counter()
-        migration = migrate([tree], corpus.config(tree))
+        migration = migrate([tree], corpus.config(tree), processes=processes)
         seconds = time.perf_counter() - begin
         unwritten = write_files(migration.files)
         again = migrate([tree], corpus.config(tree))
@@ -168,13 +168,17 @@ def main(
         list[Path] | None,
         typer.Option(help="A tree in place of the published ones; several may be given."),
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes of the first run. Default: as megapg migrate."),
+    ] = None,
 ) -> None:
     """Migrate copies of the trees and print the table; RESULTS.md is not written."""
     corpora = [Corpus(Checkout(path)) for path in tree] if tree else CORPORA
     outcomes = []
     with Progress(console=Console(stderr=True)) as progress:
         for corpus in progress.track(corpora, description="trees"):
-            outcomes.append(run(corpus))
+            outcomes.append(run(corpus, processes))
     table(outcomes).print(Console(highlight=False))
 
 

@@ -14,7 +14,7 @@ import pytest
 from migrate_fuzzer import Groups, Tally, check, two_layouts
 from migrate_generator import make_package
 
-FEW, MANY = range(1, 7), range(100, 250)
+FEW, MANY = range(1, 7), range(100, 160)
 SOME = (5, 6)  # for tests that damage the new text
 
 
