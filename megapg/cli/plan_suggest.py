@@ -14,6 +14,7 @@ from rich.text import Text
 from megapg.layout import ParallelLayout
 from megapg.plan import Cluster, Job
 from megapg.plan.cluster import FULL
+from megapg.plan.models import ADD_RECOMPUTE, NO_RECOMPUTE
 from megapg.plan.suggest import Suggestion, Suggestions, text_of_options
 
 _SIZES = ("tp", "pp", "vpp", "cp", "ep", "expt_tp", "dp")
@@ -36,6 +37,10 @@ def show(made: Suggestions, cluster: Cluster, named: str, job: Job, console: Con
     console.print(Text("\nHow places are decided", style="bold"))
     for line in _formulas(made, cluster, job):
         console.print(Padding(Text(line), (0, 0, 0, 2)))
+    if not made.recomputed:
+        console.print(Text("\nNot tried", style="bold"))
+        words = f"Recomputation: {NO_RECOMPUTE}. {ADD_RECOMPUTE}."
+        console.print(Padding(Text(words), (0, 0, 0, 2)))
     console.print(Text("\nLook closer at the first one", style="bold"))
     console.print(Text(f"  {command(first, named, job)}"), soft_wrap=True)
 
@@ -78,7 +83,12 @@ def command(each: Suggestion, named: str, job: Job) -> str:
 
 
 def _title(made: Suggestions, first: Suggestion) -> str:
-    several = f"The first {len(made.found)} of " if made.considered > len(made.found) else ""
+    several = ""
+    if made.considered > len(made.found):
+        some = (
+            f"The {len(made.found)} that fit" if made.complete else f"The first {len(made.found)}"
+        )
+        several = f"{some} of "
     return (
         f"{several}{made.considered:,} layouts of {first.layout.world_size:,} ranks for "
         f"{first.training.job.model}, with {made.samples:,} samples in a step"

@@ -167,6 +167,12 @@ class _Scans:
         # Files next to a wrapper import its getters from the module that defines them.
         wrappers = dict.fromkeys((*config.wrappers, *(each.module for each in self._wrapped)))
         self.project.config = replace(config, wrappers=tuple(wrappers))
+        paths_of = {name: path for path, name in self.project.files.items()}
+        self.project.own = {
+            name: self.project.table(paths_of[each.file]).functions
+            for each in self._wrapped
+            for name in (each.module, each.wrapper)
+        }
         names = {path: self.project.files[path] for path in self.project.mentioning(_MENTIONS)}
         homes = {each.file for each in self._wrapped}
         self.mentioning = {

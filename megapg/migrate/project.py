@@ -11,7 +11,7 @@ import contextlib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cache, cached_property
@@ -27,6 +27,7 @@ PARALLEL_STATE = "megatron.core.parallel_state"
 OWN_MODULE = "/megatron/core/parallel_state.py"  # defines the globals, and does not use them
 _NAMES_OF_THE_MODULE = (PARALLEL_STATE, "megatron.core.mpu")
 # Megatron's own modules import getters, and other code imports them from there.
+_GETTER = re.compile(r"get_\w+_(group|rank|ranks|world_size)$")
 _REEXPORTED = re.compile(r"megatron\.(?:core|training|legacy)\.(?:\w+\.)+(\w+)")
 _REPORTED = frozenset({"build", "dist", "env", "venv"})  # may hold sources after all
 _SKIPPED = _REPORTED | {"__pycache__", "node_modules", "site-packages"}
@@ -65,10 +66,12 @@ class Project:
         skipped: folders that are skipped by their name -> number of Python files in them. Virtual
             environments do not count.
         problems: files that can't be read.
+        own: wrapper that holds groups of its own -> the functions that it defines.
     """
 
     def __init__(self, paths: Sequence[Path], config: Config) -> None:
         self.config: Config = config
+        self.own: Mapping[str, Container[str]] = {}
         self.files: dict[Path, str] = {}
         self.notebooks = 0
         self._skipped: list[Path] = []
@@ -224,8 +227,16 @@ class Project:
                 rest = dotted[len(module) + 1 :]
                 name = rest.partition(".")[0]
                 if module in _NAMES_OF_THE_MODULE or not self._adds(module, name, importer):
-                    return f"{PARALLEL_STATE}.{rest}"
+                    return f"{PARALLEL_STATE}.{'fork.' * self._differs(module, name)}{rest}"
         return None
+
+    def _differs(self, wrapper: str, name: str) -> bool:
+        """True if a getter of a fork's own groups may have another meaning than Megatron-core's.
+
+        If there is a rank in "model parallel", that is the fork's name of tensor parallelism.
+        """
+        functions = self.own.get(wrapper, ())
+        return name == "get_model_parallel_group" and "get_model_parallel_rank" in functions
 
     def _adds(self, wrapper: str, name: str, importer: Path) -> bool:
         """True if a name of a wrapper is a submodule, or something that is no getter."""
@@ -233,6 +244,8 @@ class Project:
             return True
         home = self.find(wrapper, importer)
         if home is None or name in SIGNATURES:
+            return False
+        if name in self.own.get(wrapper, ()) and _GETTER.match(name):
             return False
         table = self.table(home)
         return name in {*table.classes, *table.functions, *table.imports}

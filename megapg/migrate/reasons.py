@@ -62,7 +62,8 @@ _ALL = (
         "version",
         "is missing or differs in a Megatron-core that may run the code",
         "The name does not exist in these versions of Megatron-core, or the call has another "
-        "meaning in some of them. A name that no version has comes from a fork, or is misspelled.",
+        "meaning in some of them. A name that no version has comes from a fork, or is misspelled. "
+        "A fork with groups of its own may mean tensor parallelism by get_model_parallel_group().",
         "State your version: --from-core 0.16, from-core in [tool.megapg], or a tighter pin of "
         "megatron-core. Keyword arguments often help. Delete code for versions that you no longer "
         "run. Put a fork's own groups into ProcessGroupCollection.from_groups(...).",

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 _PRESETS = Path(__file__).with_name("architectures")
 _KEYS = {"source", "seq_length", "split", "first_dense_layers", "model", "config"}
 NEEDS = "A plan of a model needs torch and Megatron-core: pip install 'megapg[torch,megatron]'."
+NO_RECOMPUTE = "the function has no parameter recompute"
+ADD_RECOMPUTE = "Add recompute='none' to its parameters and pass it on to the config"
 _LENGTH = 4096  # of the samples of a user's function that does not say
 
 
@@ -61,6 +63,7 @@ class Model:
         build: builds one chunk of a rank, inside ``megapg.testing.megatron_on_cpu()``.
         source: where the numbers were published; empty for a function.
         split: how layers are divided that stages do not divide; None if a function decides.
+        recomputes: True if a plan can ask for recomputation.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Model:
     build: Builder
     source: str = ""
     split: str | None = None
+    recomputes: bool = True
 
 
 def model_names() -> list[str]:
@@ -169,7 +173,8 @@ def _of_function(name: str) -> Model:
         raise PlanError(_said(name, error)) from error
     length = parameters["seq_length"].default if "seq_length" in parameters else None
     seq_length = length if isinstance(length, int) else _LENGTH
-    return Model(name, seq_length, partial(_call, name, function))
+    build = partial(_call, name, function)
+    return Model(name, seq_length, build, recomputes="recompute" in parameters)
 
 
 def _call(
@@ -191,9 +196,8 @@ def _call(
     taken = {key: value for key, value in offered.items() if key in parameters}
     if job.recompute != "none" and "recompute" not in taken:
         raise PlanError(
-            f"--model {name}: the function has no parameter recompute, so the plan can't ask for "
-            f"{job.recompute!r}. Add recompute='none' to its parameters and pass it on to the "
-            "config, or plan with --recompute none."
+            f"--model {name}: {NO_RECOMPUTE}, so the plan can't ask for {job.recompute!r}. "
+            f"{ADD_RECOMPUTE}, or plan with --recompute none."
         )
     try:
         with (

@@ -68,6 +68,8 @@ class Suggestions:
         arithmetic: ``6 * active * tokens / (ranks * bf16_tflops)``, in seconds.
         considered: number of layouts that the model can have.
         measured: number of layouts that were measured.
+        complete: True if no other layout fits.
+        recomputed: False if recomputation was not tried, as the model can't be asked for it.
     """
 
     found: tuple[Suggestion, ...]
@@ -76,6 +78,8 @@ class Suggestions:
     arithmetic: float
     considered: int
     measured: int
+    complete: bool
+    recomputed: bool
 
     def place_of(self, layout: ParallelLayout) -> int | None:
         """Return the place of a layout, from 1; None if it is not among those found."""
@@ -105,8 +109,8 @@ def suggest(
         samples: samples of a step. Default: see :func:`megapg.plan.training.default_samples`.
         given: settings of :class:`megapg.ParallelLayout` that all layouts have.
         recompute: what to try, until it fits and leaves memory free. Default: none, then full.
-            Selective comes between them for the user's models. Published models have it anyway, as
-            FlashAttention.
+            Selective comes between them for the user's models, which may be unable to recompute.
+            Published models have it anyway, as FlashAttention.
         first: number of layouts to return; None for all.
         until: go on until this layout has a place, and return all layouts found. A layout that the
             search does not consider is ignored.
@@ -120,7 +124,7 @@ def suggest(
             f"{cluster.name} has no bf16_tflops: the dense bfloat16 arithmetic of a GPU, in 10^12 "
             "operations a second. Suggestions compare it with the time of traffic."
         )
-    ladder = recompute or (("none", "full") if model.source else ("none", "selective", "full"))
+    ladder = recompute or _ladder(model)
     jobs = [replace(job, recompute=each) for each in ladder]
     samples = samples or default_samples(world_size, job.seq_length)
     peak = world_size * cluster.bf16_tflops.value * 1e12
@@ -133,7 +137,15 @@ def suggest(
         search.arithmetic,
         search.considered,
         search.measured,
+        search.complete,
+        model.recomputes or bool(recompute),
     )
+
+
+def _ladder(model: Model) -> tuple[Recompute, ...]:
+    if not model.recomputes:
+        return ("none",)
+    return ("none", "full") if model.source else ("none", "selective", "full")
 
 
 _Waiting = tuple[tuple[float, ...], ParallelLayout, int, int]  # microbatches, place in the jobs
@@ -160,6 +172,7 @@ class _Search:
         self.shape = look_at(model, jobs[0])
         self.arithmetic = 6 * self.shape.active * samples * jobs[0].seq_length / peak
         self.considered = self.measured = 0
+        self.complete = True
 
     def run(
         self, first: int | None, until: ParallelLayout | None, say: Callable[[str], None]
@@ -176,6 +189,7 @@ class _Search:
             key, layout, microbatches, place = heapq.heappop(waiting)
             enough = first and found[first - 1 : first] and key > found[first - 1].key
             if enough and (until is None or until in (each.layout for each in found)):
+                self.complete = False
                 break
             say(f"{self.measured} layouts measured, at most {len(waiting) + 1} to go")
             job = replace(self._jobs[place], microbatches=microbatches)
@@ -194,6 +208,8 @@ class _Search:
                 heapq.heappush(waiting, again)
         if not found:
             raise refused if refused and not self.measured else PlanError(self._why_not())
+        if first and not until and len(found) > first:
+            self.complete = False
         return found if until else found[:first]
 
     def _layouts(self, world_size: int) -> Iterator[tuple[ParallelLayout, int]]:

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from megapg.cli.migrate import app
 
-GETTERS = """
+GROUP = """
 def get_{name}_group():
     return GROUPS["{field}"]
-
+"""
+RANKS = """
 
 def get_{name}_world_size():
     return get_{name}_group().size()
@@ -25,10 +26,10 @@ def get_{name}_world_size():
 def get_{name}_rank():
     return get_{name}_group().rank()
 """
-NAMES = {"model_parallel": "mp", "tensor_model_parallel": "tp", "data_parallel": "dp"}
-HOME = "GROUPS = {}\n\n\ndef make(**groups):\n    GROUPS.update(groups)\n\n" + "\n".join(
-    GETTERS.format(name=name, field=field) for name, field in NAMES.items()
-)
+NAMES = {"tensor_model_parallel": "tp", "data_parallel": "dp"}
+HOME = "GROUPS = {}\n\n\ndef make(**groups):\n    GROUPS.update(groups)\n\n"
+HOME += GROUP.format(name="model_parallel", field="mp") + "\n"
+HOME += "\n".join((GROUP + RANKS).format(name=name, field=field) for name, field in NAMES.items())
 LAYERS = """
 from .initialize import get_tensor_model_parallel_world_size
 
@@ -81,6 +82,7 @@ if "migrated" in sys.argv:
 def fork(tmp_path: Path) -> Path:
     package = [
         "make",
+        "get_model_parallel_group",
         *(f"get_{n}_{end}" for n in NAMES for end in ("group", "rank", "world_size")),
     ]
     lines = [f"from .initialize import {name}" for name in package] + ["from .layers import Linear"]
@@ -149,6 +151,28 @@ def test_if_nothing_is_passed_the_module_answers(fork: Path) -> None:
     after = contents(fork)
     run(0, "migrate", fork, *options)
     assert contents(fork) == after
+
+
+def test_what_only_the_fork_knows_is_left_and_named(fork: Path) -> None:
+    """In GPT-NeoX, "model parallel" is tensor parallelism, and has a rank."""
+    home = fork / "megatron" / "mpu"
+    for file, line in (
+        ("initialize.py", GROUP.format(name="sequence_parallel", field="tp")),
+        ("initialize.py", RANKS.format(name="model_parallel")),
+        ("__init__.py", "from .initialize import get_sequence_parallel_group\n"),
+        ("__init__.py", "from .initialize import get_model_parallel_rank\n"),
+    ):
+        (home / file).write_text((home / file).read_text() + line)
+    uses = ("get_sequence_parallel_group", "get_model_parallel_rank", "get_model_parallel_group")
+    lines = [f"print(mpu.{name}())\n" for name in uses]
+    write(fork, {"megatron/more.py": "from megatron import mpu\n\n" + "".join(lines)})
+    options = ("--wrapper", "megatron.mpu", "--runtime", "vendored")
+    counted = json.loads(run(1, "check", fork / "megatron", *options[:2], "--json"))
+    found = [use for use in counted["uses"] if use["file"].endswith("more.py")]
+    assert [use["text"] for use in found] == [f"mpu.{name}()" for name in uses]
+    assert {use["reason"] for use in found} == {"version"}
+    run(1, "migrate", fork, *options, "--write", "--allow-dirty")
+    assert (fork / "megatron" / "more.py").read_text().endswith("".join(lines))
 
 
 def test_two_modules_cannot_both_answer(fork: Path) -> None:

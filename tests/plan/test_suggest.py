@@ -395,6 +395,37 @@ def test_a_plan_and_its_suggestions_have_equal_steps():
     assert default_microbatches(ParallelLayout(world_size=512), 2**22, 1) == 1
 
 
+OWN = """
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer import TransformerConfig
+
+
+def build(pg{more}):
+    config = TransformerConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True,
+        pipeline_dtype=torch.float32, tensor_model_parallel_size=pg.size("tp"),
+        pipeline_model_parallel_size=pg.size("pp"),
+    )
+    first, last = pg.rank("pp") == 0, pg.rank("pp") == pg.size("pp") - 1
+    return GPTModel(config, get_gpt_layer_local_spec(), 256, 64, pre_process=first,
+                    post_process=last, pg_collection=pg)
+"""
+
+
+@pytest.mark.parametrize("more", ["", ", recompute='none'"])
+def test_a_function_that_cannot_recompute_is_told_so(tmp_path, more):
+    (tmp_path / "own.py").write_text(OWN.format(more=more))
+    words = "plan --world-size 2 --cluster H100-8 --model own.py:build --seq-length 64 --suggest"
+    said = " ".join(cli.megapg(*words.split(), at=tmp_path, timeout=240).stdout.decode().split())
+    assert re.match(r"The (\d+ that fit|first \d+) of \d+ layouts of 2 ranks|\d+ layouts", said), (
+        said
+    )
+    told = "Recomputation: the function has no parameter recompute. Add recompute='none' to its"
+    assert (told in said) == (not more)
+
+
 @pytest.mark.slow
 def test_seventy_billion_parameters_on_64_gpus_need_few_measurements(tmp_path):
     """A measurement takes less than a second, so all of them take less than a minute.
