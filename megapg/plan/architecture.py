@@ -118,18 +118,12 @@ def _config(numbers: Mapping[str, Any], pg: ProcessGroupCollection, job: Job) ->
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
-        init_method=_keep,
-        output_layer_init_method=_keep,
+        use_cpu_initialization=True,  # on the device of the caller
         masked_softmax_fusion=False,
         bias_activation_fusion=activation in ("gelu", "silu"),
         bias_dropout_fusion=True,
         transformer_impl="local",
     )
-
-
-def _keep(weight: torch.Tensor) -> torch.Tensor:
-    """Initialise nothing: the weights have no content."""
-    return weight
 
 
 def split(layers: int, pp: int, vpp: int, how: str) -> dict[str, object]:

@@ -83,7 +83,7 @@ def test_a_chain_is_exact_or_refused_before_anything_changes(name):
 @pytest.mark.slow
 def test_drawn_chains(tmp_path):
     """None is wrong. A wrong one is shrunk before it is shown."""
-    chains = seeded_chains("tests", 20)
+    chains = seeded_chains("tests", 10)
     found = run_chains(chains, tmp_path)
     wrong = [each for each, o in zip(chains, found, strict=True) if o.kind == "wrong"]
     if wrong:

@@ -141,12 +141,14 @@ def test_the_checkpoint_example_and_the_commands_on_what_it_saved(tmp_path, monk
 def test_the_program_of_the_page_on_training_goes_on_in_another_layout(tmp_path):
     (source,) = OF_TRAINING
     assert len(source.splitlines()) <= 100
-    commands = re.findall(r"train\.py (.*)", "".join(shown("migration_guide/train.md", "console")))
+    commands = re.findall(
+        r"small_gpt\.py (.*)", "".join(shown("migration_guide/train.md", "console"))
+    )
     assert commands == ["2 2 4", "1 2 4"]
 
     def losses(folder, arguments):
         folder.mkdir(exist_ok=True)
-        said = on_ranks(folder, source, 4, "train.py", arguments.split())
+        said = on_ranks(folder, source, 4, "small_gpt.py", arguments.split())
         found = [re.findall(r"step (\d), loss (\d\.\d{4})", each) for each in said]
         assert found[1:] == found[:1] * 3
         return {int(step): float(loss) for step, loss in found[0]}
