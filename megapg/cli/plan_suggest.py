@@ -83,12 +83,9 @@ def command(each: Suggestion, named: str, job: Job) -> str:
 
 
 def _title(made: Suggestions, first: Suggestion) -> str:
-    several = ""
-    if made.considered > len(made.found):
-        some = (
-            f"The {len(made.found)} that fit" if made.complete else f"The first {len(made.found)}"
-        )
-        several = f"{some} of "
+    count = len(made.found)
+    some = f"The {count} that work" if made.complete else f"The first {count}"
+    several = f"{some} of " if made.considered > count else ""
     return (
         f"{several}{made.considered:,} layouts of {first.layout.world_size:,} ranks for "
         f"{first.training.job.model}, with {made.samples:,} samples in a step"

@@ -27,8 +27,8 @@ PARALLEL_STATE = "megatron.core.parallel_state"
 OWN_MODULE = "/megatron/core/parallel_state.py"  # defines the globals, and does not use them
 _NAMES_OF_THE_MODULE = (PARALLEL_STATE, "megatron.core.mpu")
 # Megatron's own modules import getters, and other code imports them from there.
-_GETTER = re.compile(r"get_\w+_(group|rank|ranks|world_size)$")
 _REEXPORTED = re.compile(r"megatron\.(?:core|training|legacy)\.(?:\w+\.)+(\w+)")
+_GETTER = re.compile(r"get_\w+_(group|rank|ranks|world_size)$")
 _REPORTED = frozenset({"build", "dist", "env", "venv"})  # may hold sources after all
 _SKIPPED = _REPORTED | {"__pycache__", "node_modules", "site-packages"}
 _WORD = re.compile(rb"\w+")

@@ -38,21 +38,8 @@ class Ran:
     peak: int
 
 
-@dataclass(frozen=True)
-class Updated:
-    """One update of the weights.
-
-    Attributes:
-        rows: its collectives.
-        state: bytes of the optimizer's state, with the main copy of the parameters.
-    """
-
-    rows: tuple[Collective, ...]
-    state: int
-
-
 class Known:
-    """What was run. Layouts of one model may share microbatches; jobs in one layout share updates.
+    """The microbatches that were run. Layouts of one model and job may share them.
 
     A layer communicates with its groups of tp, cp and ep. Other sizes decide at most whether it
     communicates at all.
@@ -60,13 +47,6 @@ class Known:
 
     def __init__(self) -> None:
         self._ran: dict[object, Ran] = {}
-        self._updated: dict[object, Updated] = {}
-
-    def update(self, stage: object, run: Callable[[], Updated]) -> Updated:
-        """Return the result of ``run``, or what it was for this stage with other recomputation."""
-        if stage not in self._updated:
-            self._updated[stage] = run()
-        return self._updated[stage]
 
     def run(
         self, pg: ProcessGroupCollection, job: Job, chunk: torch.nn.Module, run: Callable[[], Ran]

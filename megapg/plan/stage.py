@@ -21,7 +21,7 @@ from megapg.collection import ProcessGroupCollection
 from megapg.layout import GroupName
 from megapg.megatron import schedule_collection
 from megapg.plan.models import Model
-from megapg.plan.repeats import Known, Ran, Updated, run_layers
+from megapg.plan.repeats import Known, Ran, run_layers
 from megapg.plan.saved import Saved, storages
 from megapg.plan.training import Job
 from megapg.testing.traffic import Collective, count_traffic
@@ -88,12 +88,18 @@ class Stage:
         parameters = [each for chunk in chunks for each in chunk.parameters()]
         weights = storages(parameters)
         gradients = storages(each.main_grad for each in parameters if each.requires_grad)
+        optimizer: Any = self._optimizer(chunks)
         ran = []
         for chunk in chunks:
             run = partial(self._microbatch, chunk, {*weights, *gradients})
             ran.append(run_layers(chunk, partial(self._known.run, self._pg, self._job, chunk, run)))
-        place = self._layout, self._pg.rank("pp"), self._job.distributed_optimizer
-        update = self._known.update((place, self.shape), partial(self._update, chunks, weights))
+        optimizer.step()  # the first step has more collectives in Megatron-core 0.19
+        with count_traffic(self._pg) as traffic:
+            tokens = torch.zeros(1, dtype=torch.int) if self._per_token else None
+            groups = schedule_collection(self._pg)
+            finalize_model_grads(chunks, tokens, pg_collection=groups)
+            optimizer.step()
+        state = storages(_state_of(optimizer), without=weights)
         length, hidden = self._sequence, self._config.hidden_size
         size = (self._config.pipeline_dtype or self._config.params_dtype).itemsize
         return Measured(
@@ -105,25 +111,13 @@ class Stage:
             ),
             parameters=sum(weights.values()),
             gradients=sum(gradients.values()),
-            optimizer=update.state,
+            optimizer=sum(state.values()),
             kept=tuple(each.kept for each in ran),
             peaks=tuple(each.peak for each in ran),
             microbatch=tuple(each.rows for each in ran),
-            step=update.rows,
+            step=traffic.rows,
             boundary=length * self._job.micro_batch_size * hidden * size,
         )
-
-    def _update(self, chunks: Sequence[Any], weights: Iterable[int]) -> Updated:
-        """Update the weights once; return the optimizer's state and the collectives."""
-        optimizer: Any = self._optimizer(chunks)
-        optimizer.step()  # the first step has more collectives in Megatron-core 0.19
-        with count_traffic(self._pg) as traffic:
-            tokens = torch.zeros(1, dtype=torch.int) if self._per_token else None
-            groups = schedule_collection(self._pg)
-            finalize_model_grads(chunks, tokens, pg_collection=groups)
-            optimizer.step()
-        state = storages(_state_of(optimizer), without=weights)
-        return Updated(traffic.rows, sum(state.values()))
 
     @property
     def _per_token(self) -> bool:

@@ -68,7 +68,7 @@ class Suggestions:
         arithmetic: ``6 * active * tokens / (ranks * bf16_tflops)``, in seconds.
         considered: number of layouts that the model can have.
         measured: number of layouts that were measured.
-        complete: True if no other layout fits.
+        complete: True if no other layout can be built and fits.
         recomputed: False if recomputation was not tried, as the model can't be asked for it.
     """
 
@@ -208,9 +208,9 @@ class _Search:
                 heapq.heappush(waiting, again)
         if not found:
             raise refused if refused and not self.measured else PlanError(self._why_not())
-        if first and not until and len(found) > first:
-            self.complete = False
-        return found if until else found[:first]
+        shown = found if until else found[:first]
+        self.complete &= len(shown) == len(found)
+        return shown
 
     def _layouts(self, world_size: int) -> Iterator[tuple[ParallelLayout, int]]:
         """Yield the layouts that the model can have, with the number of microbatches."""

@@ -61,11 +61,14 @@ def of_a_communicator(said: str) -> bool:
 
 
 def brief(error: BaseException) -> str:
-    said = f"{type(error).__name__}: {error}"
-    return said if len(said) <= 500 else f"{said[:500]} ..."
+    return _cut(f"{type(error).__name__}: {error}")
 
 
 def with_note(error: BaseException) -> str:
-    """Return an error in one line, with its first note, which names the place."""
+    """Return an error in short, with its first note, which names the place."""
     notes = getattr(error, "__notes__", ())
-    return brief(error) + (f" ({notes[0].rstrip('.')})" if notes else "")
+    return brief(error) + (f" ({_cut(notes[0].rstrip('.'))})" if notes else "")
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 500 else f"{text[:500]} ..."

@@ -33,6 +33,8 @@ LEAST = 2.0
 _ALONE = 10.0
 # After Ctrl-C interrupted a call, the next call waits so many seconds for it.
 _INTERRUPTED_WAIT = 1.0
+# Seconds in which stuck calls fail at exit. Each prints a stack, which can take seconds.
+_STACKS = 5.0
 # Returned for a missing key. No key ever holds this value.
 _ABSENT = "nothing"
 
@@ -116,8 +118,9 @@ class _Connection:
             if stuck and isinstance(inner, dist.TCPStore):
                 self.lost = f"{self.host.name} did not answer, and this process is exiting."
                 sockets.hang_up(inner.port)  # no other call needs the connection now
-            for call in stuck:  # each prints a stack, which takes seconds on a busy machine
-                call.wait(5.0)
+            until = time.monotonic() + _STACKS
+            for call in stuck:
+                call.wait(until - time.monotonic())
 
 
 class Store:

@@ -55,7 +55,7 @@ def replacement(
             the same in all of them that have the name.
     """
     if not known(name):
-        return Refusal("version", "no known version has the name with this meaning")
+        return Refusal("version", "no known version has the name, or not with the fork's meaning")
     if (reason := _refused(name)) is not None:
         return Refusal(reason)
     if name in PRIVATE:

@@ -33,7 +33,7 @@ from megatron.core.transformer.module import Float16Module
 
 import megapg
 from megapg.demo import gpt
-from megapg.megatron import schedule_collection
+from megapg.megatron import core_version, schedule_collection
 from megapg.testing import megatron_on_cpu
 
 VOCABULARY, SEQ_LENGTH, HIDDEN, HEADS = 64, 8, 16, 4
@@ -541,8 +541,11 @@ def trains_copies_apart(chain):
     """Say why Megatron-core trains copies of a parameter apart on the first layout; "" if not."""
     layout = chain.layouts[0]
     expt_tp = layout.sizes["expt_tp"]
-    if chain.model.startswith("moe") and layout.ep == 1 and expt_tp != layout.tp:
-        return "gradients of experts are reduced over dp and not over expt_dp (Megatron-LM #5916)"
+    copied = layout.ep == 1 and expt_tp != layout.tp
+    if chain.model.startswith("moe") and copied and core_version() < (0, 19):
+        return (
+            "gradients of experts are reduced over dp and not over expt_dp (see Megatron-LM #5916)"
+        )
     if chain.optimizer == "offload half" and chain.tied and layout.pp > 1:
         return "one copy of the embedding is updated on the GPU and the other on the CPU"
     return ""
