@@ -152,6 +152,7 @@ def test_the_first_ones_are_those_of_measuring_every_layout(name, folder, cluste
     assert made.measured < 2 * len(found)
     assert made == suggested(folder, cluster, name, first=3)
     assert not made.complete
+    assert not suggested(folder, cluster, name, first=1).complete
     assert suggested(folder, cluster, name, first=None).complete
     for each in made.found:
         job = each.training.job
