@@ -21,6 +21,10 @@ _CURE = (
     "Give the layout {setting}, a function from the ranks of a pipeline to those with a copy, such "
     "as {setting}=lambda pipeline: [pipeline[0], pipeline[1]], and build the model anew."
 )
+_PRE_PROCESS = (
+    " Or this stage should have no embedding: build it with pre_process only on the first stage, "
+    "and with post_process only on the last one."
+)
 
 
 def check_embeddings(model: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
@@ -78,6 +82,7 @@ def _check_positions(module: Any, pipeline: Sequence[int]) -> None:
             f"pipeline stage {pipeline.index(dist.get_rank())} (rank {dist.get_rank()}) has a copy "
             "of the position embeddings, and its group pos_embd leaves the rank out. "
             f"{_CURE.format(setting='position_embedding_ranks')} Rotary positions need no copy."
+            + _PRE_PROCESS * bool(getattr(module, "pre_process", False))
         )
 
 

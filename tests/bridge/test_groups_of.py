@@ -158,6 +158,11 @@ def test_a_model_on_a_session_gives_the_sessions_collection(pg):
         assert groups_of(model, "tp").rank("tp") == 1
 
 
+def test_a_session_gives_its_own_collection():
+    with megapg.session(timeout=30) as session:
+        assert groups_of(session, "tp") is session.groups
+
+
 @needs_injection
 def test_what_keeps_single_groups_gives_these():
     sizes = {"tp": 2, "ep": 4, "expt_tp": 1}

@@ -145,6 +145,18 @@ def ignores_its_groups(pg):
     return GPTModel(config, get_gpt_layer_local_spec(), 64, 16)
 
 
+def ignores_its_stage(pg):
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    config = TransformerConfig(
+        **sizes, pipeline_model_parallel_size=pg.size("pp"), pipeline_dtype=torch.float64
+    )
+    return GPTModel(config, get_gpt_layer_local_spec(), 64, 16, pg_collection=pg)
+
+
 def differs_between_ranks(pg):
     return gpt(pg, num_layers=1 + dist.get_rank())
 
@@ -201,6 +213,7 @@ BAD = {
         "the same stage has not",
         differs_in_size: "decoder.layers.0.mlp.linear_fc1.weight is a part of shape",
     },
+    "pp=2": {ignores_its_stage: "build it with pre_process only on the first stage"},
     "pp=2 vpp=2": {one_chunk_too_few: "returned 1 chunks, and 2 are needed"},
     "one rank": {
         no_module: "build returned Linear. Return a Megatron-core module",

@@ -25,6 +25,7 @@ from megapg.megatron.core import parameters_of
 from megapg.megatron.reading.global_groups import GlobalGroups, value_in_globals
 from megapg.megatron.reading.resolve import Place, StandIn, Wanted, check_names, resolve
 from megapg.megatron.watching import hook
+from megapg.ownership.owner import Owner
 from megapg.torch_private import SUBMODULES
 from megapg.upstream.mapping import COLLECTION_NAMES, MODEL_ATTRIBUTES
 
@@ -65,7 +66,7 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
       Lightning; ``.net`` if it is a module);
     * a list of pipeline chunks;
     * any object with a ``pg_collection``;
-    * a collection.
+    * a collection, or a session.
 
     The search goes from the outside in: the owner's own ``pg_collection``, then the object that it
     wraps, then its submodules in order. The result is the first collection that has all fields of
@@ -120,6 +121,8 @@ def groups_of(owner: object, *needs: GroupName) -> ProcessGroupCollection:
             ``AssertionError`` and a ``MissingGroupError`` as well.
         UnsupportedOptionError: ``MEGAPG_GLOBALS`` has an unknown value.
     """
+    if issubclass(type(owner), Owner):  # by type(): isinstance() may run the owner's own code
+        owner = cast("Owner", owner).groups
     itself = as_collection(owner)
     if itself is not None:
         return resolve(itself, needs=needs, owner="groups_of")
