@@ -50,11 +50,11 @@ from megapg.checkpoint.directory import iteration_name
 from megapg.checkpoint.reshard import OptimizerSharding
 from megapg.checkpoint.restore import restore
 from megapg.checkpoint.state import gather_parameters, load_model, model_state, prepare_parameters
-from megapg.demo import gpt
-from megapg.demo.job import GPTRun
 from megapg.rng import capture_rng_state
 from megapg.testing import megatron_on_cpu
 from megapg.testing.distributed import run_distributed
+from megapg.tools.demo import gpt
+from megapg.tools.demo.job import GPTRun
 
 REPEATS = 7
 WORLDS = (2, 4)

@@ -19,10 +19,10 @@ from rich.console import Console
 from benchmarks.published import Gpt, model_of
 from benchmarks.table import Table
 from megapg.layout import ParallelLayout
-from megapg.plan.cluster import load_cluster
-from megapg.plan.measure import measure
-from megapg.plan.models import Model
-from megapg.plan.training import Job, Training
+from megapg.tools.plan.cluster import load_cluster
+from megapg.tools.plan.measure import measure
+from megapg.tools.plan.models import Model
+from megapg.tools.plan.training import Job, Training
 
 GIB = 2**30
 ANALYSIS = "NVIDIA/Megatron-LM #482, tools/get_training_info/README.md"
@@ -206,7 +206,7 @@ def _llama2(pg: Any, vp_stage: int | None = None, *, job: Job) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-    from megapg.plan.fused import FlashLikeAttention
+    from megapg.tools.plan.fused import FlashLikeAttention
 
     config = TransformerConfig(
         num_layers=32,

@@ -16,9 +16,9 @@ from rich.console import Console
 from benchmarks.table import Table
 from megapg.errors import MegapgError
 from megapg.layout import ParallelLayout
-from megapg.plan.cluster import Cluster, load_cluster
-from megapg.plan.models import Model, describe_model, find_model
-from megapg.plan.training import Job, Recompute, StageCost, Training
+from megapg.tools.plan.cluster import Cluster, load_cluster
+from megapg.tools.plan.models import Model, describe_model, find_model
+from megapg.tools.plan.training import Job, Recompute, StageCost, Training
 
 NARAYANAN = "Narayanan et al., arXiv 2104.04473, table 1"
 LLAMA = "The Llama 3 Herd of Models, arXiv 2407.21783v3, table 4"
@@ -236,7 +236,7 @@ def planned(each: Published) -> tuple[ParallelLayout, Cluster, Model, Job]:
 
 def place(each: Published) -> str:
     """Return the place of a training among the suggestions for its model and world."""
-    from megapg.plan.suggest import suggest
+    from megapg.tools.plan.suggest import suggest
 
     layout, cluster, model, job = planned(each)
     tried: tuple[Recompute, ...] = ("none", "full") if each.recompute != "full" else ("full",)
@@ -249,7 +249,7 @@ def place(each: Published) -> str:
 
 def row(each: Published, *, places: bool) -> tuple[str, ...]:
     """Return the table's row of a training."""
-    from megapg.plan.measure import measure
+    from megapg.tools.plan.measure import measure
 
     layout, cluster, model, job = planned(each)
     training: Training = measure(layout, cluster, model, job)

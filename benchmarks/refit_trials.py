@@ -36,7 +36,7 @@ from megatron.core.transformer import TransformerConfig
 import megapg
 from megapg.layout import ParallelLayout
 from megapg.megatron import core_version, for_resharding
-from megapg.refit.moves import overlap, plan_moves, volume
+from megapg.rl.refit.moves import overlap, plan_moves, volume
 from megapg.testing import megatron_on_cpu
 from megapg.testing.distributed import run_distributed
 

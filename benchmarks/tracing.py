@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import megapg
 from benchmarks.table import Cost
-from megapg.demo.job import GPTRun
 from megapg.megatron import parallel_state, trace_global_reads
 from megapg.testing import megatron_on_cpu
 from megapg.testing.distributed import run_distributed
+from megapg.tools.demo.job import GPTRun
 
 STEP_TARGET = 2.0
 """Most that a traced training step may cost of one that is not."""
@@ -30,7 +30,11 @@ def run() -> list[Cost]:
 def on_the_slower_rank(measure: Callable[[], list[Cost]]) -> list[Cost]:
     """Return the costs of the rank whose first cost has the higher ratio."""
     ranks = run_distributed(
-        measure, 2, deadline=300, preload=("megapg.demo.gpt",), env={"PYTHONWARNINGS": "ignore"}
+        measure,
+        2,
+        deadline=300,
+        preload=("megapg.tools.demo.gpt",),
+        env={"PYTHONWARNINGS": "ignore"},
     )
     return max(ranks, key=lambda costs: costs[0].ours_taken / costs[0].theirs_taken)
 
@@ -59,7 +63,7 @@ def _measure() -> list[Cost]:
 
 def step(pg: megapg.ProcessGroupCollection) -> float:
     """Return the milliseconds of one training step of the demo."""
-    from megapg.demo.gpt import train
+    from megapg.tools.demo.gpt import train
 
     return train(_RUN, _TEXT, pg).seconds / _RUN.steps * 1e3
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from megapg import errors as errors
     from megapg import launch as launch
     from megapg import megatron as megatron
-    from megapg import signals as signals
     from megapg import testing as testing
     from megapg.checkpoint.background import CheckpointSave
     from megapg.checkpoint.directory import CheckpointInfo, latest, list_checkpoints
@@ -40,20 +39,20 @@ if TYPE_CHECKING:
         to_megatron,
         was_passed,
     )
-    from megapg.ownership.joint import JointGroup, joint_group
-    from megapg.ownership.joint_meeting import Invitation
     from megapg.ownership.offload import OffloadReport
     from megapg.ownership.opening import LayoutSizes
     from megapg.ownership.rebind import Rebound
     from megapg.ownership.session import Session
     from megapg.ownership.suspend_several import resume, suspend
-    from megapg.refit.exchange import Refit, RefitReport
-    from megapg.refit.llama import llama_names
-    from megapg.refit.moves import Part
-    from megapg.refit.slices import Slice, Slices, slices_of
     from megapg.rendezvous.shared_store import SharedStore
+    from megapg.rl.joint import JointGroup, joint_group
+    from megapg.rl.joint_meeting import Invitation
+    from megapg.rl.refit.exchange import Refit, RefitReport
+    from megapg.rl.refit.llama import llama_names
+    from megapg.rl.refit.moves import Part
+    from megapg.rl.refit.slices import Slice, Slices, slices_of
+    from megapg.rl.turns import Turn, on_session
     from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
-    from megapg.turns import Turn, on_session
 
 __version__ = "0.2.0"
 
@@ -63,8 +62,8 @@ _HOMES = {
     "CommunicatorOptions": "megapg.communicators.options",
     "Launch": "megapg.launch",
     "HealthReport": "megapg.communicators.warm_up",
-    "Invitation": "megapg.ownership.joint_meeting",
-    "JointGroup": "megapg.ownership.joint",
+    "Invitation": "megapg.rl.joint_meeting",
+    "JointGroup": "megapg.rl.joint",
     "LayoutSizes": "megapg.ownership.opening",
     "Lease": "megapg.collection",
     "LeaseState": "megapg.collection",
@@ -74,16 +73,16 @@ _HOMES = {
     "ParallelLayout": "megapg.layout",
     "ProcessGroup": "megapg.collection",
     "ProcessGroupCollection": "megapg.collection",
-    "Part": "megapg.refit.moves",
+    "Part": "megapg.rl.refit.moves",
     "Rebound": "megapg.ownership.rebind",
-    "Refit": "megapg.refit.exchange",
-    "RefitReport": "megapg.refit.exchange",
+    "Refit": "megapg.rl.refit.exchange",
+    "RefitReport": "megapg.rl.refit.exchange",
     "RngState": "megapg.rng",
     "Session": "megapg.ownership.session",
     "SharedStore": "megapg.rendezvous.shared_store",
-    "Slice": "megapg.refit.slices",
-    "Slices": "megapg.refit.slices",
-    "Turn": "megapg.turns",
+    "Slice": "megapg.rl.refit.slices",
+    "Slices": "megapg.rl.refit.slices",
+    "Turn": "megapg.rl.turns",
     "WarmUpReport": "megapg.communicators.warm_up",
     "allow_global_reads": "megapg.megatron",
     "capture_rng_state": "megapg.rng",
@@ -93,12 +92,12 @@ _HOMES = {
     "from_parallel_state": "megapg.megatron",
     "groups_of": "megapg.megatron",
     "guard": "megapg.megatron",
-    "joint_group": "megapg.ownership.joint",
+    "joint_group": "megapg.rl.joint",
     "latest": "megapg.checkpoint.directory",
     "list_checkpoints": "megapg.checkpoint.directory",
-    "llama_names": "megapg.refit.llama",
+    "llama_names": "megapg.rl.refit.llama",
     "load_checkpoint": "megapg.checkpoint.load",
-    "on_session": "megapg.turns",
+    "on_session": "megapg.rl.turns",
     "open_sessions": "megapg.megatron",
     "published": "megapg.megatron",
     "resolve": "megapg.megatron",
@@ -107,14 +106,14 @@ _HOMES = {
     "save_checkpoint": "megapg.checkpoint.save",
     "seed_all": "megapg.rng",
     "session": "megapg.megatron",
-    "slices_of": "megapg.refit.slices",
+    "slices_of": "megapg.rl.refit.slices",
     "suspend": "megapg.ownership.suspend_several",
     "to_megatron": "megapg.megatron",
     "was_passed": "megapg.megatron",
 }
 
 # Parts that `import megapg` alone makes reachable, as in `megapg.testing.run_distributed`.
-_SUBMODULES = ("errors", "launch", "megatron", "signals", "testing")
+_SUBMODULES = ("errors", "launch", "megatron", "testing")
 
 __all__ = [
     "CheckpointInfo",

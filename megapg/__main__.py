@@ -1,5 +1,5 @@
 """``python -m megapg``."""
 
-from megapg.cli import app
+from megapg.tools.cli import app
 
 app(prog_name="megapg")

@@ -20,7 +20,11 @@ from mkdocs.structure.pages import Page
 
 PAGES = (
     *("*.md", "migration_guide/*.*", "benchmarks/*.md", "docs/**/*.*"),
-    *("megapg/doctor/*.json", "megapg/plan/*.json", "megapg/plan/clusters/*.toml"),
+    *(
+        "megapg/tools/doctor/*.json",
+        "megapg/tools/plan/*.json",
+        "megapg/tools/plan/clusters/*.toml",
+    ),
 )
 
 _ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):`(~?)([\w.]+)`")

@@ -65,7 +65,7 @@ class RayActor:
         """Raise a LaunchError: nothing says which rank this actor is."""
         raise LaunchError(
             f"this process is a Ray actor on {self.address}, and no variable says which rank it "
-            "is: each actor would train alone. On the driver, megapg.ray.launches(actors) makes a "
-            "launch for each; pass it as launch=. Or set RANK, WORLD_SIZE, MASTER_ADDR and "
+            "is: each actor would train alone. On the driver, megapg.rl.ray.launches(actors) makes "
+            "a launch for each; pass it as launch=. Or set RANK, WORLD_SIZE, MASTER_ADDR and "
             "MASTER_PORT in each. If alone is meant, pass launch=megapg.Launch.alone()."
         )

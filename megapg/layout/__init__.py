@@ -20,11 +20,9 @@ import hashlib
 import json
 import math
 import operator
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from pathlib import Path
 from typing import cast
 
 from megapg.errors import LayoutError, UnknownFieldError
@@ -245,38 +243,19 @@ class ParallelLayout(Sizes):
         """Return a digest of the layout, equal on every rank and process: 64 hex digits."""
         return hashlib.sha256(json.dumps(self.describe(), sort_keys=True).encode()).hexdigest()
 
-    # -- pictures ----------------------------------------------------------------------------
-
-    def draw(
-        self,
-        file: str | os.PathLike[str],
-        *,
-        cluster: str = "H100-8",
-        fields: Sequence[GroupName] = (),
-        rank: int | None = None,
-    ) -> None:
-        """Draw the grid of nodes by local ranks into an SVG file, coloured by group.
-
-        Args:
-            file: the file, such as ``"plan.svg"``.
-            cluster: the machines, as in ``megapg plan --cluster``.
-            fields: the fields to draw. Default: tp, cp, pp, dp and ep, if larger than 1.
-            rank: light up the groups of this rank.
-
-        Raises:
-            PlanError: there is no such cluster, or the rank is not in the layout.
-            UnknownFieldError: see ``members``.
-        """
-        from megapg.plan import draw_svg  # a floor above, and needed only here
-
-        text = draw_svg(self, cluster, fields=fields, rank=rank)
-        Path(file).write_text(text, encoding="utf-8")
-
     def _repr_html_(self) -> str:
-        """Return the picture of ``draw``, for notebooks."""
-        from megapg.plan import draw_svg  # as above
-
-        return f'<div style="overflow-x: auto">{draw_svg(self)}</div>'
+        """Return a table of the groups, for notebooks: equal ones of several fields in one row."""
+        rows: dict[tuple[int, str], list[GroupName]] = {}
+        for field in self.families:
+            first = self.members(field, self.ranks[0])
+            if len(first) > 1:
+                rows.setdefault((len(self.first_ranks(field)), _shortened(first)), []).append(field)
+        cells = "".join(
+            f"<tr><td>{', '.join(fields)}</td><td>{groups}</td><td>{ranks}</td></tr>"
+            for (groups, ranks), fields in rows.items()
+        )
+        head = "<th>fields</th><th>groups</th><th>ranks of the first</th>"
+        return f"<table><caption>{self.world_size} ranks</caption><tr>{head}</tr>{cells}</table>"
 
     # -- how the groups come about -----------------------------------------------------------
 
@@ -390,6 +369,13 @@ class ParallelLayout(Sizes):
         # Describe a callable by its results: equal functions may differ in name and source.
         answers = list(self._groups(field))
         return "custom:" + hashlib.sha256(json.dumps(answers).encode()).hexdigest()[:16]
+
+
+def _shortened(ranks: Sequence[int]) -> str:
+    """Return ranks for people, such as ``0, 8, ... 56``."""
+    if len(ranks) > 8:
+        return f"{ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
+    return ", ".join(map(str, ranks))
 
 
 def _level(group: Sequence[int], at: int, sizes: Sequence[int], level: int) -> list[int]:

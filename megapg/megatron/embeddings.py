@@ -82,7 +82,8 @@ def _check_positions(module: Any, pipeline: Sequence[int]) -> None:
             f"pipeline stage {pipeline.index(dist.get_rank())} (rank {dist.get_rank()}) has a copy "
             "of the position embeddings, and its group pos_embd leaves the rank out. "
             f"{_CURE.format(setting='position_embedding_ranks')} Rotary positions need no copy."
-            + _PRE_PROCESS * bool(getattr(module, "pre_process", False))
+            + _PRE_PROCESS
+            * bool(getattr(module, "pre_process", False))
         )
 
 

@@ -27,12 +27,12 @@ from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.plan import Communicator
 from megapg.communicators.world import World
 from megapg.errors import RendezvousError, SessionError, TeardownError
+from megapg.launch.signals import NoSignals, SignalExit
 from megapg.ownership import dead_ranks, hints, offload
 from megapg.ownership.offload import How
 from megapg.ownership.steps import Steps
 from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.problems import ALONE, brief, culprits, of_a_communicator, told
-from megapg.signals import NoSignals, SignalExit
 
 logger = logging.getLogger(__name__)
 

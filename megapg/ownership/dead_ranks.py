@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from megapg.collection import ProcessGroup
 from megapg.communicators.plan import Communicator
+from megapg.launch.signals import SignalExit
 from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.problems import first, told
-from megapg.signals import SignalExit
 
 logger = logging.getLogger(__name__)
 

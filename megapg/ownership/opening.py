@@ -21,12 +21,12 @@ from megapg.communicators.plan import Recipe
 from megapg.communicators.world import World, create_world, current_world, fake_world, refuse
 from megapg.errors import SessionError
 from megapg.launch import Launch
+from megapg.launch.signals import NoSignals, Signals
 from megapg.layout import EmbeddingRanks, Field, Fields, GroupName, ParallelLayout
 from megapg.ownership.closing import close_lost, open_owners
 from megapg.ownership.session import Session
 from megapg.ownership.validate import check_kinds, check_recipe, check_waits
 from megapg.rendezvous.rendezvous import Rendezvous
-from megapg.signals import NoSignals, Signals
 from megapg.torch_private import check_version
 
 _DEFAULT = "default"
@@ -97,10 +97,11 @@ def session(
         warm_up: connect every communicator now instead of at its first use; see
             :meth:`Session.warm_up`.
         handle_signals: close the session in order on SIGTERM and Ctrl-C. SIGTERM raises
-            :class:`~megapg.signals.SignalExit` in the main thread (uncaught, it ends the process
-            with status 143), and Ctrl-C raises ``KeyboardInterrupt``. The session must be opened in
-            the main thread. Existing signal handlers are called first and restored at the end. A
-            rank stuck inside a collective notifies the others and exits within half a minute.
+            :class:`~megapg.launch.signals.SignalExit` in the main thread (uncaught, it ends the
+            process with status 143), and Ctrl-C raises ``KeyboardInterrupt``. The session must be
+            opened in the main thread. Existing signal handlers are called first and restored at the
+            end. A rank stuck inside a collective notifies the others and exits within half a
+            minute.
         launch: rank, world size and address, instead of the launcher's environment. Only if
             torch.distributed is not initialised.
         network: the network interfaces: ``"auto"`` for InfiniBand or RoCE if present, or names such

@@ -20,6 +20,7 @@ from megapg.communicators.plan import Communicator
 from megapg.communicators.warm_up import HealthReport, Opened, WarmUpReport, probe, warm_up
 from megapg.communicators.world import World
 from megapg.errors import MissingGroupError, RendezvousError, SessionError
+from megapg.launch.signals import NoSignals
 from megapg.layout import FIELDS
 from megapg.ownership import offload
 from megapg.ownership.closing import Closing, raise_first, raise_interruption
@@ -28,7 +29,6 @@ from megapg.ownership.offload import How, OffloadReport, Usage
 from megapg.ownership.steps import Steps, together
 from megapg.ownership.validate import check_waits
 from megapg.rendezvous.problems import brief
-from megapg.signals import NoSignals
 
 if TYPE_CHECKING:
     from megapg.ownership.rebind import Rebound

@@ -34,6 +34,7 @@ from megapg.communicators.plan import (
 )
 from megapg.communicators.world import World
 from megapg.errors import SessionError
+from megapg.launch.signals import NoSignals
 from megapg.layout import FIELDS, ParallelLayout
 from megapg.ownership import offload
 from megapg.ownership.offload import How, OffloadReport
@@ -43,7 +44,6 @@ from megapg.ownership.validate import settings
 from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.joint_work import OthersFailedError
 from megapg.rendezvous.rendezvous import Rendezvous
-from megapg.signals import NoSignals
 
 logger = logging.getLogger(__name__)
 

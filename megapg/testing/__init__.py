@@ -17,26 +17,26 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megapg.testing.agreement.entry import parity
-    from megapg.testing.agreement.parity_report import Cell, LayoutReport, ParityReport
     from megapg.testing.cpu import megatron_on_cpu
     from megapg.testing.distributed import Ranks, preloaded, run_distributed
     from megapg.testing.fake import fake_collection
     from megapg.testing.strict import refuse_closed_groups
     from megapg.testing.traffic import Collective, Traffic, count_traffic
+    from megapg.tools.parity.entry import parity
+    from megapg.tools.parity.parity_report import Cell, LayoutReport, ParityReport
 
 # Loaded at first use: the pytest plugin in this package must cost nothing if it has no work.
 _HOMES = {
-    "Cell": "megapg.testing.agreement.parity_report",
+    "Cell": "megapg.tools.parity.parity_report",
     "Collective": "megapg.testing.traffic",
-    "LayoutReport": "megapg.testing.agreement.parity_report",
-    "ParityReport": "megapg.testing.agreement.parity_report",
+    "LayoutReport": "megapg.tools.parity.parity_report",
+    "ParityReport": "megapg.tools.parity.parity_report",
     "Ranks": "megapg.testing.distributed",
     "Traffic": "megapg.testing.traffic",
     "count_traffic": "megapg.testing.traffic",
     "fake_collection": "megapg.testing.fake",
     "megatron_on_cpu": "megapg.testing.cpu",
-    "parity": "megapg.testing.agreement.entry",
+    "parity": "megapg.tools.parity.entry",
     "preloaded": "megapg.testing._guard",
     "refuse_closed_groups": "megapg.testing.strict",
     "run_distributed": "megapg.testing.distributed",

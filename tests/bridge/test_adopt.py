@@ -23,7 +23,6 @@ from torch.distributed import distributed_c10d as c10d
 
 import megapg
 from megapg.collection import LeaseState
-from megapg.demo.job import GPTRun
 from megapg.errors import (
     MissingGroupError,
     OffloadError,
@@ -39,6 +38,7 @@ from megapg.megatron.adopting import creations as creations_of_core
 from megapg.megatron.adopting.creations import Call
 from megapg.megatron.adopting.variables import groups_held
 from megapg.testing import megatron_on_cpu
+from megapg.tools.demo.job import GPTRun
 
 pytestmark = pytest.mark.contract
 
@@ -197,7 +197,7 @@ def steps_of(run, owner):
 
 def train_through_suspensions():
     warnings.simplefilter("ignore")
-    from megapg.demo.gpt import train
+    from megapg.tools.demo.gpt import train
 
     dist.init_process_group("gloo")
     with megatron_on_cpu(), record_initialize() as record:

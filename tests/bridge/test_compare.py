@@ -16,13 +16,13 @@ from stepwise import distributed
 
 import megapg
 from megapg.collection import ProcessGroupCollection
-from megapg.demo.job import GPTRun
 from megapg.errors import SessionError
 from megapg.megatron import parallel_state, published, to_megatron
 from megapg.megatron.compare import compare_with_globals
 from megapg.megatron.reading.resolve import globals_policy, resolve
 from megapg.megatron.tables import GROUP_GLOBALS
 from megapg.testing import fake_collection, megatron_on_cpu
+from megapg.tools.demo.job import GPTRun
 
 pytestmark = pytest.mark.contract
 
@@ -253,7 +253,7 @@ RUN = GPTRun(**SIZES, **GRID, recompute=True, sequence_parallel=True)
 
 
 def training_compared():
-    from megapg.demo.gpt import train
+    from megapg.tools.demo.gpt import train
 
     warnings.simplefilter("ignore")
     with (

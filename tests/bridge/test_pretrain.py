@@ -104,7 +104,7 @@ def in_ranks(function, world_size, *arguments):
         partial(function, *arguments),
         world_size,
         deadline=400,
-        preload=("megapg.demo.gpt", "megatron.training.training"),
+        preload=("megapg.tools.demo.gpt", "megatron.training.training"),
         env={"PYTHONWARNINGS": "ignore"},
     )
 

@@ -17,11 +17,11 @@ from recording import initialised_megatron, recorded_megatron
 from trees import write
 from typer.testing import CliRunner
 
-from megapg.cli.migrate import app
 from megapg.megatron.vendored import more_getters, process_groups
 from megapg.megatron.vendored.process_groups import MissingGroupError, groups_of, resolve
 from megapg.migrate.runtime import text_of
 from megapg.testing import megatron_on_cpu, run_distributed
+from megapg.tools.cli.migrate import app
 from megapg.upstream.mapping import OF_SEVERAL_PIPELINES
 
 NAME = "process_groups.py"

@@ -25,12 +25,12 @@ from hypothesis import strategies as st
 import megapg
 from megapg.layout import ParallelLayout
 from megapg.megatron import core_version
-from megapg.plan import load_cluster
-from megapg.plan.measure import measure
-from megapg.plan.models import Model
-from megapg.plan.saved import storages
-from megapg.plan.training import Job as PlannedJob
 from megapg.testing import fake_collection, megatron_on_cpu, parity
+from megapg.tools.plan import load_cluster
+from megapg.tools.plan.measure import measure
+from megapg.tools.plan.models import Model
+from megapg.tools.plan.saved import storages
+from megapg.tools.plan.training import Job as PlannedJob
 
 ONE, DP2, TP2, PP2, EP2 = Layout(), Layout(2), Layout(2, tp=2), Layout(2, pp=2), Layout(2, ep=2)
 COPIED = Layout(2, tp=2, expt_tp=1)

@@ -18,7 +18,7 @@ from processes import captured
 from test_checkpoint_contents import Runs
 from typer.testing import CliRunner
 
-from megapg.cli.checkpoint import app
+from megapg.tools.cli.checkpoint import app
 
 
 def run(*arguments: object, width: int = 80) -> Any:
@@ -240,7 +240,7 @@ def test_arguments_that_make_no_sense() -> None:
 WITHOUT_MEGATRON = """
 import sys
 
-from megapg.cli.checkpoint import app
+from megapg.tools.cli.checkpoint import app
 
 assert "torch" not in sys.modules
 root, codes = sys.argv[1], []

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import megapg
 from megapg.checkpoint.verify import verify
-from megapg.demo.job import GPTRun
 from megapg.errors import RankFailedError, RngStateWarning
 from megapg.testing import megatron_on_cpu
+from megapg.tools.demo.job import GPTRun
 
 pytestmark = pytest.mark.contract
 

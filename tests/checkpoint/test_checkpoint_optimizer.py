@@ -18,11 +18,11 @@ from megapg.checkpoint.param_groups import fit
 from megapg.checkpoint.reshard import check_reshard
 from megapg.checkpoint.restore import restore
 from megapg.checkpoint.state import model_state
-from megapg.demo import gpt
-from megapg.demo.job import GPTRun
 from megapg.errors import CheckpointError, CheckpointMismatchError, UnsupportedOptionError
 from megapg.layout import ParallelLayout
 from megapg.testing import megatron_on_cpu
+from megapg.tools.demo import gpt
+from megapg.tools.demo.job import GPTRun
 
 pytestmark = pytest.mark.contract
 

@@ -21,8 +21,8 @@ from megapg.checkpoint.contents import read_metadata
 from megapg.checkpoint.optimizer import with_groups
 from megapg.checkpoint.planning import merge_plans, shard
 from megapg.checkpoint.state import model_state
-from megapg.demo import gpt
 from megapg.errors import CheckpointSaveError
+from megapg.tools.demo import gpt
 
 pytestmark = pytest.mark.contract
 

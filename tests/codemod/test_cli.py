@@ -17,10 +17,10 @@ from commands import megapg
 from trees import contents, write
 from typer.testing import CliRunner
 
-from megapg.cli.migrate import app
 from megapg.migrate import engine
 from megapg.migrate import format as format_module
 from megapg.migrate.reasons import REASONS
+from megapg.tools.cli.migrate import app
 
 ROOT = Path(__file__).parents[2]
 SERVED = """\
@@ -432,7 +432,7 @@ def test_without_torch_and_without_libcst(
 ) -> None:
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({missing}))\n"
-        "from megapg.cli import app; app(sys.argv[1:])"
+        "from megapg.tools.cli import app; app(sys.argv[1:])"
     )
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, command, str(project)],

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from migrated_core import Case, Contrast, Trained
 
-from megapg.demo.job import GPTRun, TrainingResult
 from megapg.megatron import GlobalRead
 from megapg.testing import megatron_on_cpu, run_distributed
+from megapg.tools.demo.job import GPTRun, TrainingResult
 
 SMALL = {"layers": 2, "hidden": 32, "seq_length": 32, "steps": 2}
 DENSE = GPTRun(tp=2, pp=2, **SMALL)
@@ -233,7 +233,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
                     partial(on_a_rank, core, tmp_path_factory.mktemp(name)),
                     migrated_core.WORLD,
                     deadline=140,
-                    preload=("megapg.demo.gpt",),
+                    preload=("megapg.tools.demo.gpt",),
                     env=migrated_core.QUIET,
                 )
     return found

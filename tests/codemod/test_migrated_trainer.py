@@ -91,7 +91,7 @@ def test_two_layouts_in_one_process_learn_what_two_jobs_learn(tmp_path: Path) ->
     assert not found.left
     assert not write_files(found.files)
     ranks = run_distributed(
-        partial(on_a_rank, tmp_path), 4, deadline=120, preload=("megapg.demo.gpt",)
+        partial(on_a_rank, tmp_path), 4, deadline=120, preload=("megapg.tools.demo.gpt",)
     )
     for in_jobs, beside in ranks:
         assert beside == in_jobs

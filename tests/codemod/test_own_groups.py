@@ -11,7 +11,7 @@ import pytest
 from trees import contents, write
 from typer.testing import CliRunner
 
-from megapg.cli.migrate import app
+from megapg.tools.cli.migrate import app
 
 GROUP = """
 def get_{name}_group():

@@ -10,11 +10,11 @@ import pytest
 from trees import contents, write
 from typer.testing import CliRunner
 
-from megapg.cli.migrate import app
 from megapg.errors import UnsupportedOptionError
 from megapg.migrate import runtime
 from megapg.migrate.config import Config
 from megapg.migrate.runtime import MEGAPG, Runtime, Runtimes, text_of
+from megapg.tools.cli.migrate import app
 
 SUPPORT = Path(__file__).parents[1] / "support"
 NAME = "process_groups.py"

@@ -21,16 +21,16 @@ from processes import captured
 from typer.testing import CliRunner
 
 import megapg
-from megapg.cli import app
-from megapg.demo import ranks
-from megapg.demo.job import GPTRun, TrainingResult
-from megapg.demo.ranks import RankReport, Usage
-from megapg.demo.rl_verdict import Left, Refitted, Story, judge_rl
-from megapg.demo.rl_workers import State
-from megapg.demo.verdict import judge, judge_resumed
 from megapg.megatron import GlobalRead
 from megapg.megatron.core import installed_version
 from megapg.testing import run_distributed
+from megapg.tools.cli import app
+from megapg.tools.demo import ranks
+from megapg.tools.demo.job import GPTRun, TrainingResult
+from megapg.tools.demo.ranks import RankReport, Usage
+from megapg.tools.demo.rl_verdict import Left, Refitted, Story, judge_rl
+from megapg.tools.demo.rl_workers import State
+from megapg.tools.demo.verdict import judge, judge_resumed
 
 DEMO = [sys.executable, "-m", "megapg", "demo"]
 SMALL = "--steps 3 --layers 2 --microbatches 2"

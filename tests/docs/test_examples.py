@@ -19,11 +19,11 @@ import pytest
 from processes import captured
 from typer.testing import CliRunner
 
-from megapg.cli import app
 from megapg.errors import RankFailedError, WrongGroupError
 from megapg.megatron import core_version
 from megapg.megatron.core import installed_version
 from megapg.testing import run_distributed
+from megapg.tools.cli import app
 from megapg.torch_private.meshes import can_mesh
 
 ROOT = Path(__file__).parents[2]

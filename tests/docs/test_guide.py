@@ -18,12 +18,12 @@ import typer
 import yaml
 
 import megapg
-from megapg.cli import app
 from megapg.errors import MegapgError
 from megapg.migrate.config import Config, load_config, parse_versions
 from megapg.migrate.engine import migrate
 from megapg.migrate.migration import How, Migration
 from megapg.migrate.write import write_files
+from megapg.tools.cli import app
 from megapg.upstream.expressions import replacement
 from megapg.upstream.mapping import Replacement
 from megapg.upstream.signatures import VERSIONS, functions

@@ -44,7 +44,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
         "megapg.upstream.mapping",
         "megapg.layout",
         "megapg.errors",
-        "megapg.plan",
+        "megapg.tools.plan",
     ],
 )
 def test_importing_needs_neither_torch_nor_megatron(module: str) -> None:
@@ -104,7 +104,7 @@ def test_the_wheel_holds_the_package_its_types_and_its_licence(tmp_path: Path) -
     assert {name.partition("/")[0] for name in names} == {"megapg", info}
     assert metadata["Version"] == megapg.__version__
     assert licence == (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert "megapg = megapg.cli:app" in entry_points
+    assert "megapg = megapg.tools.cli:app" in entry_points
     # Users install torch themselves: a plain install must not download gigabytes.
     required = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert not [line for line in required if re.match("torch|megatron", line)]

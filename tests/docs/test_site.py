@@ -15,7 +15,7 @@ PACKAGE = ROOT / "megapg"
 REFERENCE = {page.name: page.read_text() for page in sorted((ROOT / "docs/reference").glob("*.md"))}
 DOCUMENTED = re.findall(r"^::: ([\w.]+)$", "\n".join(REFERENCE.values()), re.M)
 # Packages that no user imports; their names are public through another package.
-INTERNAL = {"megapg.cli", "megapg.ownership.rebind"}
+INTERNAL = {"megapg.tools.cli", "megapg.ownership.rebind"}
 
 
 class Settings(yaml.SafeLoader):
@@ -68,8 +68,8 @@ def test_the_reference_is_found() -> None:
 def test_the_reference_has_every_public_name(package: str) -> None:
     if package in DOCUMENTED:
         return
-    # megapg.ray can't be imported without Ray. No package lists its names.
-    shown = [object_at(path) for path in DOCUMENTED if not path.startswith("megapg.ray.")]
+    # megapg.rl.ray can't be imported without Ray. No package lists its names.
+    shown = [object_at(path) for path in DOCUMENTED if not path.startswith("megapg.rl.ray.")]
     of_modules = [vars(each).values() for each in shown if inspect.ismodule(each)]
     known = {id(each) for each in chain(shown, *of_modules)}
     home = importlib.import_module(package)

@@ -611,3 +611,10 @@ def test_the_number_of_a_group_is_its_place_in_the_partition(layout):
             assert layout.members(field, rank) == (() if number is None else groups[number])
         if layout.is_regular(field):
             assert len({tuple(r - group[0] for r in group) for group in groups}) == 1
+
+
+def test_a_notebook_shows_the_groups_as_a_table() -> None:
+    table = ParallelLayout(world_size=32, tp=2, pp=2)._repr_html_()
+    assert "<caption>32 ranks</caption>" in table
+    assert "<tr><td>pp, embd</td><td>16</td><td>0, 16</td></tr>" in table
+    assert "<td>0, 1, ... 15</td>" in table  # tp_dp

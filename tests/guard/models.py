@@ -8,8 +8,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
-from megapg.demo import gpt as demo
-from megapg.demo.job import GPTRun
+from megapg.tools.demo import gpt as demo
+from megapg.tools.demo.job import GPTRun
 
 VOCABULARY = 32
 LENGTH = 8

@@ -7,7 +7,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from megapg.cli import app
+from megapg.tools.cli import app
 
 
 def commands(words: str, command: object) -> Iterator[tuple[str, object]]:

@@ -21,17 +21,17 @@ from schemas import check_schema
 from typer.testing import CliRunner
 
 import megapg
-from megapg.cli import app
-from megapg.doctor.account import Account, Level
-from megapg.doctor.across import Gathering, compare, ranks_said
-from megapg.doctor.checks import examine
-from megapg.doctor.render import show
-from megapg.doctor.report import merge
-from megapg.doctor.rows import rows
-from megapg.doctor.survey import Device, Facts, collect
 from megapg.launch import Launch
 from megapg.launch.network import Interface, Kind, RdmaPort
 from megapg.testing import run_distributed
+from megapg.tools.cli import app
+from megapg.tools.doctor.account import Account, Level
+from megapg.tools.doctor.across import Gathering, compare, ranks_said
+from megapg.tools.doctor.checks import examine
+from megapg.tools.doctor.render import show
+from megapg.tools.doctor.report import merge
+from megapg.tools.doctor.rows import rows
+from megapg.tools.doctor.survey import Device, Facts, collect
 
 ROOT = Path(__file__).parents[2]
 
@@ -402,7 +402,9 @@ def checks(report: Mapping[str, object]) -> set[str]:
     return {finding["check"] for finding in listed}
 
 
-SCHEMA = json.loads(Path(megapg.__file__).with_name("doctor").joinpath("schema.json").read_text())
+SCHEMA = json.loads(
+    Path(megapg.__file__).with_name("tools").joinpath("doctor", "schema.json").read_text()
+)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import (  # noqa: E402
 )
 from ray_trainer import SOON, Trainer  # noqa: E402
 
-import megapg.ray  # noqa: E402
+import megapg.rl.ray  # noqa: E402
 
 pytestmark = pytest.mark.ray
 
@@ -105,7 +105,7 @@ def open_all(actors, launches, **more):
 def test_each_actor_gets_a_launch(start):
     """Ranks count node by node, whatever the order of the actors, and tensor parallelism stays."""
     actors = [start(node) for node in (1, 0, 1, 0)]
-    launches = megapg.ray.launches(actors)
+    launches = megapg.rl.ray.launches(actors)
     assert [launch.rank for launch in launches] == [0, 2, 1, 3]
     assert [launch.local_rank for launch in launches] == [0, 0, 1, 1]
     assert {launch.local_world_size for launch in launches} == {2}
@@ -121,7 +121,7 @@ def test_each_actor_gets_a_launch(start):
 
     lost, *others = actors
     ray.kill(lost)  # rank 0, for good
-    again = megapg.ray.launches(others)
+    again = megapg.rl.ray.launches(others)
     assert {launch.job for launch in again}.isdisjoint({launches[0].job})
     open_all(others, again, tp=3)
     assert everywhere(others, "step") == [3.0] * 3
@@ -136,7 +136,7 @@ def test_placement_groups_and_gpus(start):
         for bundle, gpus in ((0, 1), (1, 0.5), (0, 0.5), (1, 1)):
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
             actors.append(start(0, num_gpus=gpus, scheduling_strategy=place))
-        launches = megapg.ray.launches(actors)
+        launches = megapg.rl.ray.launches(actors)
         assert [launch.rank for launch in launches] == [0, 2, 1, 3]
         # Ray shows each actor its own GPU only.
         assert [launch.local_rank for launch in launches] == [0] * 4
@@ -149,7 +149,7 @@ def test_placement_groups_and_gpus(start):
 def test_the_index_where_ray_hides_no_gpus(start):
     """With NOSET an actor sees the node's GPUs, and its index is that of the GPU Ray gave it."""
     actors = [start(0, num_gpus=1, variables=NOSET) for _ in range(3)]
-    given = [launch.local_rank for launch in megapg.ray.launches(actors)]
+    given = [launch.local_rank for launch in megapg.rl.ray.launches(actors)]
     first = lambda _: ray.get_runtime_context().get_accelerator_ids()["GPU"][0]  # noqa: E731
     assert given == list(map(int, ray.get([each.__ray_call__.remote(first) for each in actors])))
 
@@ -157,14 +157,14 @@ def test_the_index_where_ray_hides_no_gpus(start):
 def test_actors_that_can_not_answer(start, three):
     dead, busy = start(0), start(0, scheduling_strategy="DEFAULT", num_gpus=5)
     ray.kill(dead)
-    megapg.ray.launches(three)  # they have started
+    megapg.rl.ray.launches(three)  # they have started
     with pytest.raises(LaunchError) as failed:
-        megapg.ray.launches([three[0], dead, busy], timeout=5)
+        megapg.rl.ray.launches([three[0], dead, busy], timeout=5)
     assert "actors[0]" not in str(failed.value)
     assert "actors[1] can't run" in str(failed.value)
     assert "actors[2] did not answer within 5 s" in str(failed.value)
     with pytest.raises(ValueError, match="at least one"):
-        megapg.ray.launches([])
+        megapg.rl.ray.launches([])
 
 
 # -- in the actor ----------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def test_a_gpu_that_the_actor_does_not_see(start):
 def test_an_actor_without_a_rank_does_not_train_alone(start):
     actor = start(0)
     refused = str(ray.get(actor.detected.remote()))
-    assert "megapg.ray.launches(actors)" in refused
+    assert "megapg.rl.ray.launches(actors)" in refused
     assert "launch=megapg.Launch.alone()" in refused
     ray.get(actor.open.remote(Launch.alone(), tp=1))
     assert ray.get(actor.step.remote()) == 0.0
@@ -309,13 +309,13 @@ def test_an_actor_is_lost(phase, how, rank, three):
 
     Then Ray restarts the actor, all open a session again, and the others keep their models.
     """
-    launches = megapg.ray.launches(three)
+    launches = megapg.rl.ray.launches(three)
     actors = [actor for _, actor in sorted(zip((e.rank for e in launches), three, strict=True))]
     open_all(three, launches, tp=3)
     assert everywhere(actors, "step") == [3.0] * 3
     others = [actor for actor in actors if actor is not actors[rank]]
     pid, _ = ray.get(actors[rank].where.remote())
-    launches = megapg.ray.launches(actors)
+    launches = megapg.rl.ray.launches(actors)
     lose(actors[rank], pid, how)
     began = time.monotonic()
     try:
@@ -338,7 +338,7 @@ def test_an_actor_is_lost(phase, how, rank, three):
         assert socket.gethostname() in error, error
 
     until_restarted(actors[rank], pid)
-    kept = open_all(actors, megapg.ray.launches(actors), tp=3)
+    kept = open_all(actors, megapg.rl.ray.launches(actors), tp=3)
     assert kept == [actor in others for actor in actors]
     assert everywhere(actors, "step") == [3.0] * 3
 

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from steps import Steps
 
 import megapg
-from megapg import signals
 from megapg.checkpoint.background import CheckpointSave, Saves
 from megapg.collection import LeaseState
 from megapg.errors import CheckpointSaveError, RankFailedError, RendezvousError, SessionError
+from megapg.launch import signals
+from megapg.launch.signals import SignalExit
 from megapg.rendezvous.rendezvous import Rendezvous
-from megapg.signals import SignalExit
 from megapg.testing import distributed, run_distributed
 
 

@@ -17,15 +17,16 @@ from processes import captured
 from schemas import check_schema
 from typer.testing import CliRunner
 
-from megapg.cli import app
 from megapg.errors import ParityError, ParityInputError
 from megapg.layout import ParallelLayout
 from megapg.ownership.opening import LayoutSizes
-from megapg.testing import agreement, parity
-from megapg.testing.agreement.built_in import gpt, next_token
-from megapg.testing.agreement.cases import SIZES, Stages, parse_layout
+from megapg.testing import parity
+from megapg.tools.cli import app
+from megapg.tools.parity import parity_report
+from megapg.tools.parity.built_in import gpt, next_token
+from megapg.tools.parity.cases import SIZES, Stages, parse_layout
 
-SCHEMA = json.loads(Path(agreement.__file__).with_name("schema.json").read_text())
+SCHEMA = json.loads(Path(parity_report.__file__).with_name("schema.json").read_text())
 
 
 # -- sound layouts and faults: some here, all in test_parity_proof ---------------------------------

@@ -22,13 +22,13 @@ from test_real_steps import LARGE, QUICK
 from megapg.errors import PlanError
 from megapg.layout import ParallelLayout
 from megapg.megatron import published
-from megapg.plan import load_cluster
-from megapg.plan.measure import measure
-from megapg.plan.models import Model, find_model
-from megapg.plan.pipeline import most_kept, passes
-from megapg.plan.saved import Saved, storages
-from megapg.plan.training import Job
 from megapg.testing import fake_collection, megatron_on_cpu
+from megapg.tools.plan import load_cluster
+from megapg.tools.plan.measure import measure
+from megapg.tools.plan.models import Model, find_model
+from megapg.tools.plan.pipeline import most_kept, passes
+from megapg.tools.plan.saved import Saved, storages
+from megapg.tools.plan.training import Job
 
 pytestmark = pytest.mark.contract
 

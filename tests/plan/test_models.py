@@ -15,10 +15,10 @@ from megatron.core.transformer import TransformerConfig
 import megapg
 from megapg.errors import PlanError
 from megapg.megatron import published
-from megapg.plan.fused import FlashLikeAttention, FusedLikeRMSNorm
-from megapg.plan.models import Model, find_model, model_names
-from megapg.plan.training import Job
 from megapg.testing import fake_collection, megatron_on_cpu, run_distributed
+from megapg.tools.plan.fused import FlashLikeAttention, FusedLikeRMSNorm
+from megapg.tools.plan.models import Model, find_model, model_names
+from megapg.tools.plan.training import Job
 
 pytestmark = pytest.mark.contract
 
@@ -72,7 +72,7 @@ def test_gpt3_has_175b_parameters_with_a_padded_vocabulary() -> None:
 @pytest.mark.parametrize("name", model_names())
 def test_the_chunks_of_all_stages_are_the_model(name: str) -> None:
     layers = tomllib.loads(
-        Path(f"megapg/plan/architectures/{name}.toml").read_text(encoding="utf-8")
+        Path(f"megapg/tools/plan/architectures/{name}.toml").read_text(encoding="utf-8")
     )["config"]["num_layers"]
     vpp = 2 if name == "deepseek-v3" else None
     ep = 8 if name in ("deepseek-v3", "qwen3-235b-a22b") else 1
@@ -164,7 +164,7 @@ def test_a_small_copy_trains(name: str, recompute: str, tmp_path: Path) -> None:
 
 def shrunk(name: str, folder: Path) -> Path:
     """Write the model's file with small sizes."""
-    text = Path(f"megapg/plan/architectures/{name}.toml").read_text(encoding="utf-8")
+    text = Path(f"megapg/tools/plan/architectures/{name}.toml").read_text(encoding="utf-8")
     small = {"num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 8}
     small |= {"num_query_groups": 2, "kv_channels": 8, "num_moe_experts": 16, "v_head_dim": 8}
     small |= {"moe_ffn_hidden_size": 32, "moe_shared_expert_intermediate_size": 32}
@@ -374,8 +374,8 @@ def test_models_are_named_without_torch(absent: str, user_file: Path) -> None:
 import sys
 sys.modules[{absent!r}] = None
 from megapg.errors import PlanError
-from megapg.plan.models import find_model
-from megapg.plan.training import Job
+from megapg.tools.plan.models import find_model
+from megapg.tools.plan.training import Job
 model = find_model("llama3-8b")
 print(model.seq_length)
 for attempt in (

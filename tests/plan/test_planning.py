@@ -13,16 +13,16 @@ import commands as cli
 import pytest
 from schemas import check_schema
 
-import megapg.plan
+import megapg.tools.plan
 from megapg.communicators.backends import BACKENDS
 from megapg.communicators.plan import Recipe, communicators
 from megapg.errors import PlanError, UnknownFieldError
 from megapg.layout import ParallelLayout
-from megapg.plan import load_cluster, make_plan, presets
-from megapg.plan.spans import over_network, runs_of, text_of_ranks
+from megapg.tools.plan import draw_svg, load_cluster, make_plan, presets
+from megapg.tools.plan.spans import over_network, runs_of, text_of_ranks
 
 PAGE = Path(__file__).parents[2] / "migration_guide" / "plan.md"
-SCHEMA = json.loads(Path(megapg.plan.__file__).with_name("schema.json").read_text())
+SCHEMA = json.loads(Path(megapg.tools.plan.__file__).with_name("schema.json").read_text())
 LAYOUTS = [
     ParallelLayout(world_size=64, tp=4, pp=2, ep=8, expt_tp=1),
     ParallelLayout(world_size=96, tp=2, cp=2, pp=3, ep=4),
@@ -156,8 +156,8 @@ def test_a_file_with_an_error_is_refused(tmp_path, text, message):
         (lambda layout: make_plan(layout, "none.toml"), PlanError, "none.toml"),
         (lambda layout: make_plan(layout, "1xH100-8"), PlanError, "Use 2xH100-8."),
         (lambda layout: make_plan(layout, rank=16), PlanError, "rank 16 is not in the layout"),
-        (lambda layout: layout.draw("x", rank=-1), PlanError, "rank -1 is not in the layout"),
-        (lambda layout: layout.draw("x", fields=["dp-cp"]), UnknownFieldError, "mean 'dp_cp'"),
+        (lambda layout: draw_svg(layout, rank=-1), PlanError, "rank -1 is not in the layout"),
+        (lambda layout: draw_svg(layout, fields=["dp-cp"]), UnknownFieldError, "mean 'dp_cp'"),
     ],
 )
 def test_what_does_not_exist_or_fit_is_refused(plan, error, message, tmp_path, monkeypatch):
@@ -253,7 +253,7 @@ def test_what_does_not_fit_exits_with_2(arguments, message, tmp_path):
 
 def test_a_large_world_takes_two_cpu_seconds_and_no_torch(tmp_path):
     code = (
-        "import sys; from megapg.cli import app; import typer;"
+        "import sys; from megapg.tools.cli import app; import typer;"
         "typer.main.get_command(app)(standalone_mode=False); assert 'torch' not in sys.modules"
     )
     words = "plan --world-size 131072 --tp 8 --pp 16 --ep 8 --expt-tp 1 --cluster 16384xH100-8"
@@ -268,10 +268,10 @@ def test_a_large_world_takes_two_cpu_seconds_and_no_torch(tmp_path):
 _GPT3 = """
 import resource, time
 from megapg.layout import ParallelLayout
-from megapg.plan import load_cluster
-from megapg.plan.measure import measure
-from megapg.plan.models import find_model
-from megapg.plan.training import Job
+from megapg.tools.plan import load_cluster
+from megapg.tools.plan.measure import measure
+from megapg.tools.plan.models import find_model
+from megapg.tools.plan.training import Job
 
 imports = time.process_time()
 layout = ParallelLayout(world_size=16384, tp=8, pp=8)

@@ -8,13 +8,13 @@ import real_step
 import torch
 from real_step import Case
 
-import megapg.plan.stage
+import megapg.tools.plan.stage
 from megapg.layout import ParallelLayout
-from megapg.plan import Job, load_cluster
-from megapg.plan.measure import measure
-from megapg.plan.models import Model, find_model
-from megapg.plan.repeats import Known
-from megapg.plan.stage import Stage
+from megapg.tools.plan import Job, load_cluster
+from megapg.tools.plan.measure import measure
+from megapg.tools.plan.models import Model, find_model
+from megapg.tools.plan.repeats import Known
+from megapg.tools.plan.stage import Stage
 
 MODEL = """
 seq_length = 256
@@ -68,11 +68,11 @@ def test_the_cost_of_all_layers_is_that_of_running_them(
             chunk, lambda: ran.append(len(chunk.module.module.decoder.layers)) or run()
         )
 
-    run_layers = megapg.plan.stage.run_layers
-    monkeypatch.setattr(megapg.plan.stage, "run_layers", counted)
+    run_layers = megapg.tools.plan.stage.run_layers
+    monkeypatch.setattr(megapg.tools.plan.stage, "run_layers", counted)
     few = measure(layout, cluster, model, job)
     assert max(ran) <= 5 < 8
-    monkeypatch.setattr(megapg.plan.stage, "run_layers", lambda chunk, run: run())
+    monkeypatch.setattr(megapg.tools.plan.stage, "run_layers", lambda chunk, run: run())
     assert few == measure(layout, cluster, model, job)
     more = measure(layout, cluster, model, replace(job, microbatches=8))
     assert few.stages != more.stages

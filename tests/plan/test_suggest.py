@@ -14,19 +14,19 @@ import commands as cli
 import pytest
 from schemas import check_schema
 
-import megapg.plan
-from megapg.cli import plan_command
+import megapg.tools.plan
 from megapg.errors import PlanError
 from megapg.layout import ParallelLayout
-from megapg.plan import Flow, Quantity, StageCost, load_cluster
-from megapg.plan.least import least, look_at
-from megapg.plan.lost import time_lost
-from megapg.plan.measure import measure
-from megapg.plan.models import find_model
-from megapg.plan.suggest import _Search, suggest, text_of_options
-from megapg.plan.training import Job, default_microbatches, default_samples
+from megapg.tools.cli import plan_command
+from megapg.tools.plan import Flow, Quantity, StageCost, load_cluster
+from megapg.tools.plan.least import least, look_at
+from megapg.tools.plan.lost import time_lost
+from megapg.tools.plan.measure import measure
+from megapg.tools.plan.models import find_model
+from megapg.tools.plan.suggest import _Search, suggest, text_of_options
+from megapg.tools.plan.training import Job, default_microbatches, default_samples
 
-SCHEMA = json.loads(Path(megapg.plan.__file__).with_name("schema.json").read_text())
+SCHEMA = json.loads(Path(megapg.tools.plan.__file__).with_name("schema.json").read_text())
 CLUSTER = """
 gpus_per_node = 2
 nvlink_domain = 2

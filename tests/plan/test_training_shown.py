@@ -12,17 +12,17 @@ import pytest
 from rich.console import Console
 from schemas import check_schema
 
-import megapg.plan
-from megapg.cli.plan_screen import show
+import megapg.tools.plan
 from megapg.errors import PlanError
 from megapg.layout import ParallelLayout
-from megapg.plan import Flow, Job, StageCost, Training, load_cluster, make_plan
-from megapg.plan.bars import text_of_bytes, text_of_range
-from megapg.plan.cures import find_in_training
-from megapg.plan.page import to_html
-from megapg.plan.svg import to_svg
+from megapg.tools.cli.plan_screen import show
+from megapg.tools.plan import Flow, Job, StageCost, Training, load_cluster, make_plan
+from megapg.tools.plan.bars import text_of_bytes, text_of_range
+from megapg.tools.plan.cures import find_in_training
+from megapg.tools.plan.page import to_html
+from megapg.tools.plan.svg import to_svg
 
-SCHEMA = json.loads(Path(megapg.plan.__file__).with_name("schema.json").read_text())
+SCHEMA = json.loads(Path(megapg.tools.plan.__file__).with_name("schema.json").read_text())
 SVG = "{http://www.w3.org/2000/svg}"
 GB = 10**9
 LAYOUT = ParallelLayout(world_size=64, tp=8, pp=4)

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapg.errors import RefitError
-from megapg.refit.moves import Part, plan_moves
-from megapg.refit.rounds import padded, rounds_of
-from megapg.refit.slices import Slice, Slices
+from megapg.rl.refit.moves import Part, plan_moves
+from megapg.rl.refit.rounds import padded, rounds_of
+from megapg.rl.refit.slices import Slice, Slices
 
 RANKS = 3
 

@@ -26,7 +26,7 @@ from megapg import Part
 from megapg.errors import RankFailedError, RefitError
 from megapg.layout import ParallelLayout
 from megapg.testing import megatron_on_cpu, run_distributed
-from megapg.testing.agreement.built_in import gpt
+from megapg.tools.parity.built_in import gpt
 
 pytestmark = pytest.mark.contract
 

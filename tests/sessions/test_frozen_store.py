@@ -25,14 +25,14 @@ from processes import captured
 
 import megapg
 from megapg.communicators.world import current_world
-from megapg.doctor import gather
-from megapg.doctor.account import Account
 from megapg.errors import MegapgError, RendezvousError
 from megapg.launch import detect
 from megapg.rendezvous.gathering import GRACE
 from megapg.rendezvous.joint_work import JointWork
 from megapg.rendezvous.rendezvous import Rendezvous
 from megapg.rendezvous.store import Host, Store
+from megapg.tools.doctor import gather
+from megapg.tools.doctor.account import Account
 
 # megapg's timeouts under test, other timeouts, and extra time on a loaded machine, in seconds.
 SOON, PATIENT, LOADED = 3.0, 60.0, 15.0

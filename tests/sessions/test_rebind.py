@@ -20,12 +20,12 @@ from torch.distributed.fsdp import fully_shard
 
 import megapg
 from megapg.collection import ProcessGroupCollection
-from megapg.demo.job import GPTRun
 from megapg.errors import SessionError
 from megapg.megatron import parallel_state, published, to_megatron
 from megapg.megatron.tables import GROUP_GLOBALS
 from megapg.ownership.rebind import Rebound, Replacements, rebind
 from megapg.testing import megatron_on_cpu, run_distributed
+from megapg.tools.demo.job import GPTRun
 
 APART = ("tp", "pp", "cp", "dp")
 

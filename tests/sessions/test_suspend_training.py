@@ -12,8 +12,8 @@ import torch.distributed as dist
 from stepwise import build, distributed, step, weights
 
 import megapg
-from megapg.demo.job import GPTRun
 from megapg.testing import megatron_on_cpu
+from megapg.tools.demo.job import GPTRun
 
 TINY = {"hidden": 16, "heads": 2, "seq_length": 16, "micro_batch_size": 1, "num_microbatches": 2}
 

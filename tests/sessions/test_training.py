@@ -17,11 +17,11 @@ from resuming import distributed, sizes, training
 from stepwise import TEXT, build, step, weights
 
 import megapg
-from megapg.demo import gpt
-from megapg.demo.job import GPTRun
 from megapg.errors import WrongGroupError
 from megapg.megatron import parallel_state, published, trace_global_reads
 from megapg.testing import megatron_on_cpu
+from megapg.tools.demo import gpt
+from megapg.tools.demo.job import GPTRun
 
 pytestmark = pytest.mark.torch
 
@@ -136,7 +136,7 @@ PIPELINED = replace(SHORT, pp=2, seed=4321, recompute=True, **EXPERTS)
 
 
 def steps_of(run):
-    """Run ``megapg.demo.gpt.train`` on the globals step by step; yield the weights at the end."""
+    """Run the demo's ``train`` on the globals step by step; yield the weights at the end."""
     job = build(run)
     yield None
     for number in range(run.steps):

@@ -10,11 +10,11 @@ from resuming import sizes
 from stepwise import build, distributed, step, weights
 
 import megapg
-from megapg.demo.job import GPTRun
 from megapg.errors import SessionError, WrongGroupError
 from megapg.megatron import parallel_state
 from megapg.rng import RandomStreams
 from megapg.testing import megatron_on_cpu
+from megapg.tools.demo.job import GPTRun
 
 ACTOR = GPTRun(tp=2, steps=3, layers=2, hidden=32, seq_length=32, num_microbatches=2, dropout=0.2)
 CRITIC = replace(ACTOR, tp=1, pp=2, seed=4321)

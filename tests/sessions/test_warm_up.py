@@ -31,7 +31,6 @@ from megapg.communicators.backends import backend_for
 from megapg.communicators.options import CommunicatorOptions
 from megapg.communicators.plan import Communicator, Recipe, communicators
 from megapg.communicators.warm_up import Opened, WarmUpReport
-from megapg.demo.job import GPTRun
 from megapg.errors import MegapgError, RankFailedError, RendezvousError, SessionError
 from megapg.launch import Launch
 from megapg.megatron import adopt, parallel_state
@@ -39,6 +38,7 @@ from megapg.ownership.opening import fake_session
 from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.store import Store, StoreError, host_of
 from megapg.testing import megatron_on_cpu, run_distributed
+from megapg.tools.demo.job import GPTRun
 
 SHORT = GPTRun(steps=2, layers=4, hidden=32, seq_length=32, num_microbatches=2)
 SOON = 10.0
@@ -242,7 +242,7 @@ def note(seen, *_):
 
 def trained(runs):
     """Return the sockets opened by each run's training after a warm-up, and first without one."""
-    from megapg.demo.gpt import train
+    from megapg.tools.demo.gpt import train
 
     warnings.simplefilter("ignore")  # Megatron-core warns about features that a CPU lacks
     came = []

@@ -32,9 +32,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 import megapg
-from megapg.demo import gpt
 from megapg.megatron import core_version, schedule_collection
 from megapg.testing import megatron_on_cpu
+from megapg.tools.demo import gpt
 
 VOCABULARY, SEQ_LENGTH, HIDDEN, HEADS = 64, 8, 16, 4
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

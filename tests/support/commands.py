@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from megapg.cli import app
+from megapg.tools.cli import app
 
 _APART = multiprocessing.get_context("forkserver")
 # Some versions of typer import the second module when a command runs.

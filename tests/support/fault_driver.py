@@ -26,7 +26,12 @@ from ports import free_port
 
 from megapg.testing import Ranks
 
-PRELOAD = ("megapg.demo.gpt", "megapg.checkpoint.save", "megapg.checkpoint.load", "megapg.testing")
+PRELOAD = (
+    "megapg.tools.demo.gpt",
+    "megapg.checkpoint.save",
+    "megapg.checkpoint.load",
+    "megapg.testing",
+)
 _PR_SET_PDEATHSIG = 1
 
 

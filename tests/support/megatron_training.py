@@ -45,8 +45,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import unwrap_model
 from resuming import megatron_saves_alone, sizes
 
-from megapg.demo import gpt
-from megapg.demo.job import VOCABULARY, GPTRun
+from megapg.tools.demo import gpt
+from megapg.tools.demo.job import VOCABULARY, GPTRun
 
 HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import megapg
-from megapg.demo.job import Checkpoints, GPTRun, TrainingResult, library_text
 from megapg.megatron import GlobalRead, trace_global_reads
 from megapg.migrate.config import Config, parse_versions
 from megapg.migrate.engine import migrate
@@ -32,6 +31,7 @@ from megapg.migrate.migration import Migration
 from megapg.migrate.write import write_files
 from megapg.testing import megatron_on_cpu
 from megapg.testing.distributed import run_distributed
+from megapg.tools.demo.job import Checkpoints, GPTRun, TrainingResult, library_text
 
 WORLD = 4
 CORE = "megatron.core"
@@ -170,8 +170,8 @@ def train_on_this_rank(core: Path, cases: Sequence[Case], folder: Path) -> dict[
 
 
 def _train(case: Case, text: bytes, folder: Path) -> Trained:
-    from megapg.demo import gpt
     from megapg.megatron import parallel_state
+    from megapg.tools.demo import gpt
 
     checkpoints = None
     if case.save_in or case.resume_from:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from parity_layouts import without_attention
 
-from megapg.testing.agreement.built_in import gpt, moe, next_token, t5, t5_step
+from megapg.tools.parity.built_in import gpt, moe, next_token, t5, t5_step
 
 Plant = Callable[[Any, Any], None]
 

@@ -32,10 +32,10 @@ from megatron.core.transformer.module import Float16Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megapg
-from megapg.demo import gpt
 from megapg.megatron import published, schedule_collection
-from megapg.plan.fused import FlashLikeAttention
 from megapg.testing import count_traffic, megatron_on_cpu, run_distributed
+from megapg.tools.demo import gpt
+from megapg.tools.plan.fused import FlashLikeAttention
 
 
 @dataclass(frozen=True)

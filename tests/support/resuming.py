@@ -14,15 +14,15 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 import megapg
-from megapg.demo import gpt
-from megapg.demo.job import GPTRun
 from megapg.testing import megatron_on_cpu
+from megapg.tools.demo import gpt
+from megapg.tools.demo.job import GPTRun
 
 RUN = GPTRun(layers=2, hidden=32, seq_length=32, num_microbatches=2, steps=0)
 
 distributed = partial(
     stepwise.distributed,
-    preload=("megapg.demo.gpt", "megapg.checkpoint.save", "megapg.checkpoint.load"),
+    preload=("megapg.tools.demo.gpt", "megapg.checkpoint.save", "megapg.checkpoint.load"),
 )
 
 

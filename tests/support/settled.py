@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     from megapg.megatron.core import installed_version
 
     if installed_version() >= (0, 16):  # no training on older cores
-        import megapg.demo.gpt  # noqa: F401
+        import megapg.tools.demo.gpt  # noqa: F401
 
 gc.collect()
 gc.freeze()

@@ -12,7 +12,7 @@ TEXT = Path(__file__).read_bytes()
 distributed = partial(
     run_distributed,
     deadline=280,
-    preload=("megapg.demo.gpt",),
+    preload=("megapg.tools.demo.gpt",),
     env={"PYTHONWARNINGS": "ignore"},
 )
 """On ranks that train."""
@@ -20,7 +20,7 @@ distributed = partial(
 
 def build(run, pg=None):
     """Build chunks, optimizer and schedule; on Megatron's globals if there is no collection."""
-    from megapg.demo import gpt
+    from megapg.tools.demo import gpt
 
     pp_group, _ = gpt._pipeline_and_data_groups(pg)
     gpt._seed(run.seed + 100 * pp_group.rank(), pg)
@@ -31,7 +31,7 @@ def build(run, pg=None):
 
 def step(run, number, job, pg=None):
     """Return the job's mean loss of a step."""
-    from megapg.demo import gpt
+    from megapg.tools.demo import gpt
 
     chunks, optimizer, forward_backward = job
     pp_group, dp_group = gpt._pipeline_and_data_groups(pg)
@@ -46,7 +46,7 @@ def step(run, number, job, pg=None):
 
 
 def weights(job, pg=None):
-    from megapg.demo import gpt
+    from megapg.tools.demo import gpt
 
     with showing(pg):
         job[0][0].start_param_sync(force_sync=True)

@@ -27,6 +27,7 @@ from megapg.communicators.backends import backend_for
 from megapg.communicators.plan import Communicator
 from megapg.communicators.world import World, current_world
 from megapg.errors import MissingGroupError, PublishedError, SessionError, UnsupportedOffloadError
+from megapg.launch.signals import NoSignals
 from megapg.megatron.adopting.creations import Recording, creations, unknown_of, why_not_anew
 from megapg.megatron.adopting.variables import NAME, Globals, collection, groups_held
 from megapg.megatron.core import installed_version, parallel_state_module
@@ -40,7 +41,6 @@ from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.joint_work import OthersFailedError
 from megapg.rendezvous.rendezvous import Rendezvous
 from megapg.rendezvous.store import Store
-from megapg.signals import NoSignals
 
 logger = logging.getLogger(__name__)
 

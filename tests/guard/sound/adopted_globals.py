@@ -3,8 +3,8 @@
 from layouts import globals_of
 from models import TEXT, TINY
 
-from megapg.demo import gpt as demo
 from megapg.megatron import adopt
+from megapg.tools.demo import gpt as demo
 
 AMBIGUOUS = False
 

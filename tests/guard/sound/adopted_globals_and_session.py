@@ -4,8 +4,8 @@ from layouts import globals_of, open_session
 from models import TEXT, TINY, train
 
 import megapg
-from megapg.demo import gpt as demo
 from megapg.megatron import adopt
+from megapg.tools.demo import gpt as demo
 
 
 def program():

@@ -3,8 +3,8 @@
 from layouts import open_session
 from models import TEXT, TINY
 
-from megapg.demo import gpt as demo
 from megapg.megatron import destroy_model_parallel, initialize_model_parallel
+from megapg.tools.demo import gpt as demo
 
 
 def program():

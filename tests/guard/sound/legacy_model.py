@@ -3,7 +3,7 @@
 from models import TEXT, run_of, train
 
 import megapg
-from megapg.demo import gpt as demo
+from megapg.tools.demo import gpt as demo
 
 LAYOUTS = {"globals": {"pp": 2}, "mine": {"tp": 2}}
 

@@ -1,5 +1,0 @@
-"""The command line: one module for each command or group of commands."""
-
-from megapg.cli.app import app
-
-__all__ = ["app"]
