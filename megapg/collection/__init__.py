@@ -36,14 +36,12 @@ from megapg.collection.membership import check_registered
 from megapg.collection.membership import membership as membership
 from megapg.errors import ForeignGroupError, MissingGroupError, UnknownFieldError, did_you_mean
 from megapg.layout import FIELDS, Field, GroupName, ParallelLayout
+from megapg.layout.fields import TABLE
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-OPTIONAL_FIELDS = frozenset(
-    {"embd", "pos_embd", "hcp", "inter_dist_opt", "dp_cp_ag", "expt_dp_ag"}
-    | {"gtp_remat", "expt_gtp_remat"}
-)
+OPTIONAL_FIELDS = frozenset(field for field, row in TABLE.items() if row.may_be_none)
 """Fields that may hold None, because None has a meaning there. See the module's docstring."""
 
 

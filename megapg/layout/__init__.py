@@ -21,11 +21,13 @@ import json
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from functools import cached_property
 from typing import cast
 
 from megapg.errors import LayoutError, UnknownFieldError
+from megapg.layout.fields import DENSE, TABLE
 from megapg.layout.fit import AXES as AXES
 from megapg.layout.fit import DEFAULT_CHOICES, Sizes, text_of
 from megapg.layout.fit import DEFAULT_ORDER as DEFAULT_ORDER
@@ -38,36 +40,9 @@ from megapg.layout.names import Field as Field
 from megapg.layout.names import Fields as Fields
 from megapg.layout.names import GroupName as GroupName
 
-# field -> (grid, the axes its groups span). "instance" is the slow part of the expert grid's dp:
-# the replica of the distributed optimizer. The dense grid is sliced differently (intra_dp_cp).
-# "gtp" is the axis of either grid over which Megatron-core 0.19 shards weights (GTP). Its ranks
-# have different batches, as those of dp.
-_DENSE, _EXPERT = "dense", "expert"
+# field -> (grid, the axes its groups span)
 _SPANS: dict[GroupName, tuple[str, tuple[str, ...]]] = {
-    "tp": (_DENSE, ("tp",)),
-    "pp": (_DENSE, ("pp",)),
-    "mp": (_DENSE, ("tp", "gtp", "pp")),
-    "cp": (_DENSE, ("cp",)),
-    "tp_cp": (_DENSE, ("tp", "cp")),
-    "dp": (_DENSE, ("dp",)),
-    "dp_cp": (_DENSE, ("dp", "cp")),
-    "dp_cp_ag": (_DENSE, ("dp", "cp")),
-    "dp_cp_gtp_remat": (_DENSE, ("gtp", "dp", "cp")),
-    "tp_dp": (_DENSE, ("tp", "gtp", "dp")),
-    "tp_dp_cp": (_DENSE, ("tp", "gtp", "dp", "cp")),
-    "gtp_remat": (_DENSE, ("gtp",)),
-    "ep": (_EXPERT, ("ep",)),
-    "expt_tp": (_EXPERT, ("tp",)),
-    "tp_ep": (_EXPERT, ("tp", "ep")),
-    "tp_ep_pp": (_EXPERT, ("tp", "ep", "pp")),
-    "tp_ep_pp_with_egtp_remat": (_EXPERT, ("tp", "ep", "gtp", "pp")),
-    "expt_dp": (_EXPERT, ("dp", "instance")),
-    "expt_dp_ag": (_EXPERT, ("dp", "instance")),
-    "expt_dp_gtp_remat": (_EXPERT, ("gtp", "dp", "instance")),
-    "expt_gtp_remat": (_EXPERT, ("gtp",)),
-    "intra_expt_dp": (_EXPERT, ("dp",)),
-    "inter_dist_opt": (_EXPERT, ("instance",)),
-    "intra_dist_opt": (_EXPERT, ("tp", "ep", "gtp", "dp", "pp")),
+    field: (row.grid, row.axes) for field, row in TABLE.items() if row.grid
 }
 _DERIVED: tuple[Field, ...] = ("embd", "pos_embd", "intra_dp_cp")
 
@@ -176,7 +151,7 @@ class ParallelLayout(Sizes):
         if field not in _SPANS:
             return [group[0] for group in self._groups(field)]
         grid, spanned = _SPANS[field]
-        origins = (self._dense if grid == _DENSE else self._expert).origins(spanned)
+        origins = (self._dense if grid == DENSE else self._expert).origins(spanned)
         ranks = self.ranks
         return origins if ranks == range(self.world_size) else [ranks[at] for at in origins]
 
@@ -195,7 +170,7 @@ class ParallelLayout(Sizes):
             if alike == "pp" and not self._positions(field, at):
                 return None
             grid, spanned = _SPANS[alike]
-            return (self._dense if grid == _DENSE else self._expert).number(at, spanned)
+            return (self._dense if grid == DENSE else self._expert).number(at, spanned)
         return next((n for n, each in enumerate(self._groups(field)) if rank in each), None)
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -234,7 +209,7 @@ class ParallelLayout(Sizes):
 
     def describe(self) -> dict[str, str]:
         """Return every setting as text. The texts are equal exactly if the layouts are."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields_of(self)}
         values["embedding_ranks"] = self._describe_embedding("embd")
         values["position_embedding_ranks"] = self._describe_embedding("pos_embd")
         return {name: text_of(value) for name, value in values.items()}
@@ -272,7 +247,7 @@ class ParallelLayout(Sizes):
     def _positions(self, field: GroupName, at: int) -> Sequence[int]:
         if field in _SPANS:
             grid, spanned = _SPANS[field]
-            return (self._dense if grid == _DENSE else self._expert).through(at, spanned)
+            return (self._dense if grid == DENSE else self._expert).through(at, spanned)
         if field in ("embd", "pos_embd"):
             return self._embedding(field, at)
         if field == "intra_dp_cp":
@@ -314,7 +289,7 @@ class ParallelLayout(Sizes):
             return
         if field in _SPANS:
             grid, spanned = _SPANS[field]
-            for at in (self._dense if grid == _DENSE else self._expert).origins(spanned):
+            for at in (self._dense if grid == DENSE else self._expert).origins(spanned):
                 yield self._to_ranks(self._positions(field, at))
             return
         seen: set[int] = set()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megapg.layout import ParallelLayout
+from megapg.layout.fields import TABLE, Row
 from megapg.upstream import mapping
 
 OLDEST_CORE = (0, 16)
@@ -89,52 +90,27 @@ class Getters:
     flags: Mapping[str, bool] = field(default_factory=dict)
 
 
-def _getters(middle: str, *also: str, **flags: bool) -> Getters:
-    """Return getters named after the field; ``also`` names those besides the group's."""
-    more = {ask: f"get_{middle}_{ending}" for ask, ending in _ENDINGS.items() if ask in also}
-    return Getters(f"get_{middle}_group", **more, flags=flags)
+def _getters(field: str, row: Row) -> Getters:
+    ending = "groups" if field == "hcp" else "group"
+    more = {ask: f"get_{row.getter}_{_ENDINGS[ask]}" for ask in row.asks}
+    flags = dict.fromkeys(row.flags, True)
+    if row.getter in _WIDER and flags.keys().isdisjoint(_CHOOSE_THE_WIDER):
+        flags["with_gtp_remat"] = False
+    return Getters(f"get_{row.getter}_{ending}", **more, flags=flags)
 
 
 _ENDINGS = {"rank": "rank", "size": "world_size", "ranks": "global_ranks"}
-_COUNTED = ("rank", "size")
 
 # With rematerialisation there are two groups of data parallel ranks, and 0.19 returns the wider one
 # by default.
-_PLAIN = {"with_gtp_remat": False}
+_WIDER = ("data_parallel", "expert_data_parallel")
+_CHOOSE_THE_WIDER = ("with_gtp_remat", "independent_all_gather")
 _WITH_CP = {"with_context_parallel": True}
 _PARTIAL = {"with_context_parallel": True, "partial_data_parallel": True}
 _EXPERT_PARTIAL = {"partial_expert_data_parallel": True}
 
 GETTERS: Mapping[str, Getters] = {
-    "tp": _getters("tensor_model_parallel", *_COUNTED),
-    "pp": _getters("pipeline_model_parallel", *_COUNTED),
-    "mp": _getters("model_parallel"),
-    "embd": _getters("embedding"),
-    "pos_embd": _getters("position_embedding"),
-    "cp": _getters("context_parallel", *_COUNTED, "ranks"),
-    "tp_cp": _getters("tensor_and_context_parallel", *_COUNTED),
-    "hcp": Getters("get_hierarchical_context_parallel_groups"),
-    "ep": _getters("expert_model_parallel", *_COUNTED),
-    "expt_tp": _getters("expert_tensor_parallel", *_COUNTED),
-    "tp_ep": _getters("expert_tensor_and_model_parallel", *_COUNTED),
-    "tp_ep_pp": _getters("expert_tensor_model_pipeline_parallel"),
-    "tp_ep_pp_with_egtp_remat": _getters(
-        "expert_tensor_model_pipeline_parallel", with_egtp_remat=True
-    ),
-    "tp_dp": _getters("tensor_and_data_parallel"),
-    "tp_dp_cp": _getters("tensor_and_data_parallel", **_WITH_CP),
-    "dp": _getters("data_parallel", *_COUNTED, **_PLAIN),
-    "dp_cp": _getters("data_parallel", *_COUNTED, **_WITH_CP, **_PLAIN),
-    "dp_cp_ag": _getters("data_parallel", **_WITH_CP, independent_all_gather=True),
-    "dp_cp_gtp_remat": _getters("data_parallel", *_COUNTED, **_WITH_CP, with_gtp_remat=True),
-    "gtp_remat": _getters("gtp_weight_remat", *_COUNTED, "ranks"),
-    "expt_gtp_remat": _getters("expert_gtp_weight_remat", *_COUNTED, "ranks"),
-    "expt_dp": _getters("expert_data_parallel", *_COUNTED, **_PLAIN),
-    "expt_dp_gtp_remat": _getters("expert_data_parallel", *_COUNTED, with_gtp_remat=True),
-    "intra_dp_cp": _getters("data_parallel", *_COUNTED, **_PARTIAL, **_PLAIN),
-    "intra_expt_dp": _getters("expert_data_parallel", *_COUNTED, **_EXPERT_PARTIAL, **_PLAIN),
-    "inter_dist_opt": _getters("inter_distributed_optimizer_instance"),
-    "intra_dist_opt": _getters("intra_distributed_optimizer_instance"),
+    **{name: _getters(name, row) for name, row in TABLE.items() if row.getter},
     "gloo.dp": Getters("get_data_parallel_group_gloo"),
     "gloo.dp_cp": Getters("get_data_parallel_group_gloo", flags=_WITH_CP),
     "gloo.intra_dp_cp": Getters("get_data_parallel_group_gloo", flags=_PARTIAL),
@@ -183,16 +159,9 @@ that it reads. Every ``RowParallelLinear`` reads it, in 0.16 to 0.19.
 # Name of a communicator in Megatron's NCCL configuration file -> the fields that it configures.
 # They include fields with the same ranks without rematerialisation, which share it.
 NCCL_NAMES: Mapping[str, tuple[str, ...]] = {
-    **{name: (name,) for name in ("tp", "pp", "mp", "cp", "tp_cp", "tp_dp", "tp_dp_cp", "embd")},
-    **{name: (name,) for name in ("pos_embd", "dp", "hcp", "intra_dp_cp", "ep")},
-    "dp_cp": ("dp_cp", "dp_cp_ag", "dp_cp_gtp_remat"),
-    "ep_tp": ("expt_tp",),
-    "tp_ep_mp": ("tp_ep",),
-    "tp_ep_pp": ("tp_ep_pp", "tp_ep_pp_with_egtp_remat"),
-    "ep_dp": ("expt_dp", "expt_dp_ag", "expt_dp_gtp_remat"),
-    "intra_ep_dp": ("intra_expt_dp",),
-    "inter_ep_dp": ("inter_dist_opt",),
-    "intra_dist_opt_instance": ("intra_dist_opt",),
+    name: tuple(field for field, row in TABLE.items() if row.configured_as == name)
+    for name in dict.fromkeys(row.configured_as for row in TABLE.values())
+    if name
 }
 
 # With one optimizer instance, Megatron makes no communicator for the first name: the group is that

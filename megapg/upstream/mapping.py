@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megapg.layout import FIELDS
+from megapg.layout.fields import TABLE
 
 
 @dataclass(frozen=True)
@@ -118,16 +119,24 @@ def _rows(*rows: tuple[str, str] | tuple[str, str, str]) -> tuple[_Row, ...]:
 
 _PARTIAL = "with_context_parallel=True, partial_data_parallel=True"
 
-# The middle of a getter's name -> its groups.
+
+def _of_table() -> Mapping[str, tuple[_Row, ...]]:
+    """Return the groups of each getter: the field that needs most arguments comes first."""
+    rows: dict[str, list[_Row]] = {}
+    for field, row in TABLE.items():
+        if row.getter:
+            rows.setdefault(row.getter, []).append(_Row(row.flags, field))
+    return {
+        middle: tuple(sorted(of_getter, key=lambda row: -len(row.true)))
+        for middle, of_getter in rows.items()
+    }
+
+
+# The middle of a getter's name -> its groups. Below are those whose arguments mean more than the
+# choice of a field, and names that some cores have besides.
 ROWS: Mapping[str, tuple[_Row, ...]] = {
-    "tensor_model_parallel": _rows(("", "tp")),
-    "pipeline_model_parallel": _rows(("", "pp")),
+    **_of_table(),
     "model_parallel": _rows(("with_expert_parallel", "tp_ep_pp"), ("", "mp")),
-    "context_parallel": _rows(("", "cp")),
-    "hierarchical_context_parallel": _rows(("", "hcp")),
-    "tensor_and_context_parallel": _rows(("", "tp_cp")),
-    "embedding": _rows(("", "embd")),
-    "position_embedding": _rows(("", "pos_embd")),
     "data_parallel": _rows(
         ("partial_data_parallel with_gtp_remat", "intra_dp_cp", _PARTIAL),
         ("partial_data_parallel", "intra_dp_cp"),
@@ -137,20 +146,13 @@ ROWS: Mapping[str, tuple[_Row, ...]] = {
         ("with_gtp_remat", "dp", " "),
         ("", "dp"),
     ),
-    "tensor_and_data_parallel": _rows(("with_context_parallel", "tp_dp_cp"), ("", "tp_dp")),
     "amax_reduction": _rows(
         ("with_context_parallel tp_only_amax_red", "tp_cp"),
         ("with_context_parallel", "tp_dp_cp"),
         ("tp_only_amax_red", "tp"),
         ("", "tp_dp"),
     ),
-    "expert_model_parallel": _rows(("", "ep")),
-    "expert_tensor_parallel": _rows(("", "expt_tp")),
-    "expert_tensor_and_model_parallel": _rows(("", "tp_ep")),
     "tensor_and_expert_parallel": _rows(("", "tp_ep")),
-    "expert_tensor_model_pipeline_parallel": _rows(
-        ("with_egtp_remat", "tp_ep_pp_with_egtp_remat"), ("", "tp_ep_pp")
-    ),
     "expert_data_parallel": _rows(
         (
             "partial_expert_data_parallel with_gtp_remat",
@@ -164,10 +166,6 @@ ROWS: Mapping[str, tuple[_Row, ...]] = {
     "data_modulo_expert_parallel": _rows(
         ("partial_expert_data_parallel", "intra_expt_dp"), ("", "expt_dp")
     ),
-    "intra_distributed_optimizer_instance": _rows(("", "intra_dist_opt")),
-    "inter_distributed_optimizer_instance": _rows(("", "inter_dist_opt")),
-    "gtp_weight_remat": _rows(("", "gtp_remat")),
-    "expert_gtp_weight_remat": _rows(("", "expt_gtp_remat")),
 }
 
 # Field -> the first version from whose globals a collection can read it. Before, the group did not
@@ -317,55 +315,14 @@ REFUSED: Mapping[str, str] = {
     "_TENSOR_AND_EXPERT_PARALLEL_GROUP": "no-field",
 }
 
-OPTIONAL_FIELDS = frozenset(
-    {"embd", "pos_embd", "hcp", "inter_dist_opt", "dp_cp_ag", "gtp_remat", "expt_gtp_remat"}
-)
+OPTIONAL_FIELDS = frozenset(f for f, row in TABLE.items() if row.may_be_none and row.getter)
+"""Fields whose getter may return None."""
 
 # private global -> the field that it holds
-GROUP_GLOBALS: Mapping[str, str] = {
-    "_TENSOR_MODEL_PARALLEL_GROUP": "tp",
-    "_PIPELINE_MODEL_PARALLEL_GROUP": "pp",
-    "_MODEL_PARALLEL_GROUP": "mp",
-    "_EMBEDDING_GROUP": "embd",
-    "_POSITION_EMBEDDING_GROUP": "pos_embd",
-    "_CONTEXT_PARALLEL_GROUP": "cp",
-    "_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS": "hcp",
-    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP": "tp_cp",
-    "_TENSOR_AND_DATA_PARALLEL_GROUP": "tp_dp",
-    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP": "tp_dp_cp",
-    "_DATA_PARALLEL_GROUP": "dp",
-    "_DATA_PARALLEL_GROUP_WITH_CP": "dp_cp",
-    "_DATA_PARALLEL_GROUP_WITH_CP_AG": "dp_cp_ag",
-    "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "dp_cp_gtp_remat",
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "intra_dp_cp",
-    "_GTP_WEIGHT_REMAT_GROUP": "gtp_remat",
-    "_EXPERT_GTP_WEIGHT_REMAT_GROUP": "expt_gtp_remat",
-    "_EXPERT_MODEL_PARALLEL_GROUP": "ep",
-    "_EXPERT_TENSOR_PARALLEL_GROUP": "expt_tp",
-    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP": "tp_ep",
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP": "tp_ep_pp",
-    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP_WITH_EGTP": "tp_ep_pp_with_egtp_remat",
-    "_EXPERT_DATA_PARALLEL_GROUP": "expt_dp",
-    "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "expt_dp_gtp_remat",
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "intra_expt_dp",
-    "_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "inter_dist_opt",
-    "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "intra_dist_opt",
-}
+GROUP_GLOBALS: Mapping[str, str] = {r.held_in: f for f, r in TABLE.items() if r.held_in}
 
 # private global -> the field whose global ranks it lists
-RANK_GLOBALS: Mapping[str, str] = {
-    "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS": "tp",
-    "_PIPELINE_GLOBAL_RANKS": "pp",
-    "_MODEL_PARALLEL_GLOBAL_RANKS": "mp",
-    "_EMBEDDING_GLOBAL_RANKS": "embd",
-    "_POSITION_EMBEDDING_GLOBAL_RANKS": "pos_embd",
-    "_CONTEXT_PARALLEL_GLOBAL_RANKS": "cp",
-    "_DATA_PARALLEL_GLOBAL_RANKS": "dp",
-    "_DATA_PARALLEL_GLOBAL_RANKS_WITH_CP": "dp_cp",
-    "_EXPERT_MODEL_PARALLEL_RANKS": "ep",
-    "_GTP_WEIGHT_REMAT_GLOBAL_RANKS": "gtp_remat",
-    "_EXPERT_GTP_WEIGHT_REMAT_GLOBAL_RANKS": "expt_gtp_remat",
-}
+RANK_GLOBALS: Mapping[str, str] = {r.listed_in: f for f, r in TABLE.items() if r.listed_in}
 
 # other private global -> its replacement
 OTHER_GLOBALS: Mapping[str, Replacement] = {
