@@ -26,9 +26,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 # any order, but a long file at the end would run alone. Files that compute and files that wait for
 # deadlines alternate: three of a kind leave a core idle.
 LONG = (
-    *("test_examples", "test_suggest", "test_planning", "test_models", "test_measure"),
-    *("test_upstream_tests", "test_migrated_trainer", "test_pretrain", "test_suspend_training"),
-    *("test_checkpoint_faults", "test_checkpoint", "test_warm_up", "test_checkpoint_interop"),
+    *("test_planning", "test_upstream_tests", "test_examples", "test_pretrain", "test_suggest"),
+    *("test_checkpoint_faults", "test_migrated_trainer", "test_suspend_training", "test_models"),
+    *("test_warm_up", "test_checkpoint", "test_measure", "test_checkpoint_interop"),
     *("test_frozen_store", "test_demo", "test_parity", "test_run_distributed", "test_rendezvous"),
     "test_corpus",
     *("test_joint_work", "test_launchers", "test_failures", "test_training", "test_bad_input"),

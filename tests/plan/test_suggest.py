@@ -421,7 +421,7 @@ def build(pg{more}):
 def test_a_function_that_cannot_recompute_is_told_so(tmp_path, more):
     (tmp_path / "own.py").write_text(OWN.format(more=more))
     words = "plan --world-size 2 --cluster H100-8 --model own.py:build --seq-length 64 --suggest"
-    said = " ".join(cli.megapg(*words.split(), at=tmp_path, timeout=240).stdout.decode().split())
+    said = " ".join(cli.megapg(*words.split(), at=tmp_path, timeout=500).stdout.decode().split())
     # The function has no virtual stages.
     assert said.startswith("The 3 that work of 4 layouts of 2 ranks for own.py:build"), said
     told = "Recomputation: the function has no parameter recompute. Add recompute='none' to its"
@@ -435,7 +435,7 @@ def test_seventy_billion_parameters_on_64_gpus_need_few_measurements(tmp_path):
     Layouts that leave too little memory come last, so all those that may leave enough are measured.
     """
     words = "plan --world-size 64 --cluster 8xH100-8 --model llama3-70b --suggest --json"
-    done = cli.megapg(*words.split(), at=tmp_path, timeout=240)
+    done = cli.megapg(*words.split(), at=tmp_path, timeout=500)
     suggestions = json.loads(done.stdout)["suggestions"]
     assert suggestions["measured"] <= 40
     found = suggestions["layouts"]
