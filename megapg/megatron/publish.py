@@ -42,7 +42,7 @@ from megapg.megatron.tables import (
     group_globals,
 )
 from megapg.megatron.watching.changes import PUBLISHED, settle
-from megapg.megatron.watching.hook import calling_instead
+from megapg.megatron.watching.replaced_code import calling_instead
 from megapg.megatron.watching.stack import Running, running
 from megapg.upstream.mapping import RANK_GLOBALS
 

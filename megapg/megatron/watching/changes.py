@@ -19,7 +19,7 @@ from typing import cast
 from typing_extensions import override
 
 from megapg.megatron.core import GLOBALS
-from megapg.megatron.watching.hook import calling_instead, twin, unwrapped
+from megapg.megatron.watching.replaced_code import calling_instead, twin, unwrapped
 
 _MARK = "__megapg_changes__"  # the wrappers are stored in parallel_state: megapg has no state
 _CHANGES = ("initialize_model_parallel", "destroy_model_parallel", "set_")

@@ -8,17 +8,18 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
-from typing import Literal, TypeAlias, cast, get_args
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 
 from megapg.errors import UnsupportedOptionError, WrongGroupError, WrongGroupWarning
 from megapg.launch.environment import overridden
 from megapg.megatron.core import globals_of_core
-from megapg.megatron.watching.alive import differing, layouts
 from megapg.megatron.watching.changes import loaded, report_changes
-from megapg.megatron.watching.contradiction import Judge
-from megapg.megatron.watching.hook import Resolved, attach, detach
 from megapg.ownership.closing import on_open_or_close, open_owners
+
+if TYPE_CHECKING:
+    from megapg.megatron.watching.contradiction import Judge
+    from megapg.megatron.watching.hook import Resolved
 
 GuardMode: TypeAlias = Literal["error", "warn", "off"]
 """What the guard does about a read that it refuses."""
@@ -62,7 +63,13 @@ def fields_that_differ() -> frozenset[str]:
         return guarding.judge.fields
     if os.environ.get(VARIABLE) != "off":
         return frozenset()
-    return differing(layouts()) if open_owners() else frozenset()
+    return _differing() if open_owners() else frozenset()
+
+
+def _differing() -> frozenset[str]:
+    from megapg.megatron.watching.alive import differing, layouts  # needs what publishes
+
+    return differing(layouts())
 
 
 def look() -> None:
@@ -72,18 +79,32 @@ def look() -> None:
         report_changes(look if mode != "off" else None)
         module = loaded()
         state = {} if module is None else vars(module)
-        fields = differing(layouts()) if mode != "off" and state else frozenset[str]()
+        fields = _differing() if mode != "off" and state else frozenset[str]()
         running = cast("_Guard | None", state.get(_MARK))
         if running is not None and (not fields or running.mode != mode):
-            detach(running)
-            del state[_MARK]
+            _stop(running, state)
             running = None
         if running is not None:
             running.judge.fields = fields
         elif fields:
-            started = _Guard(Judge(fields), mode)
-            attach(started, last=True, module=module)
-            state[_MARK] = started
+            state[_MARK] = _start(fields, mode, module)
+
+
+def _start(fields: frozenset[str], mode: GuardMode, module: ModuleType | None) -> _Guard:
+    # Loaded with the second layout: most processes have one.
+    from megapg.megatron.watching.contradiction import Judge
+    from megapg.megatron.watching.hook import attach
+
+    started = _Guard(Judge(fields), mode)
+    attach(started, last=True, module=module)
+    return started
+
+
+def _stop(running: _Guard, state: dict[str, object]) -> None:
+    from megapg.megatron.watching.hook import detach
+
+    detach(running)
+    del state[_MARK]
 
 
 def _mode() -> GuardMode:
