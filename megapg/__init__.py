@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from megapg.rl.refit.exchange import Refit, RefitReport
     from megapg.rl.refit.llama import llama_names
     from megapg.rl.refit.moves import Part
-    from megapg.rl.refit.slices import Slice, Slices, slices_of
+    from megapg.rl.refit.of_model import slices_of
+    from megapg.rl.refit.slices import Slice, Slices
     from megapg.rl.turns import Turn, on_session
     from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
 
@@ -106,7 +107,7 @@ _HOMES = {
     "save_checkpoint": "megapg.checkpoint.save",
     "seed_all": "megapg.rng",
     "session": "megapg.megatron",
-    "slices_of": "megapg.rl.refit.slices",
+    "slices_of": "megapg.rl.refit.of_model",
     "suspend": "megapg.ownership.suspend_several",
     "to_megatron": "megapg.megatron",
     "was_passed": "megapg.megatron",

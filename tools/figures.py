@@ -127,9 +127,13 @@ def _module(file: Path) -> str:
 
 
 def _imported(file: Path) -> set[str]:
-    """Return the modules that a file imports at its top level."""
+    """Return the modules that a file imports, also inside functions, but not for types alone."""
     found = set()
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    ahead: list[ast.AST] = [ast.parse(file.read_text(encoding="utf-8"))]
+    while ahead:
+        node = ahead.pop()
+        if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            ahead += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
