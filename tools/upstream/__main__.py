@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -169,36 +169,38 @@ def compare(
     After Ctrl-C, only files with both outcomes are returned.
     """
     console, stop = Console(stderr=True), Event()
+    outcomes: dict[tuple[Path, bool], Outcome] = {}
     with Progress(console=console) as progress, ThreadPoolExecutor(jobs) as threads:
         bar = progress.add_task("upstream's tests", total=2 * len(files))
 
         def one(file: Path, on_a_session: bool) -> Outcome:
             found = run(checkout, file, ranks, minutes, on_a_session, stop)
+            outcomes[file, on_a_session] = found  # what is printed counts, also if Ctrl-C follows
             way = "sessions" if on_a_session else "globals"
             said = found.why_none or f"{len(found.passed)} passed"
             progress.console.print(f"{file.relative_to(_UNIT_TESTS)}, on {way}: {said}")
             progress.advance(bar)
             return found
 
-        both = [[threads.submit(one, file, way) for way in (False, True)] for file in files]
+        running = [threads.submit(one, file, way) for file in files for way in (False, True)]
         try:
-            wait([each for pair in both for each in pair])
+            # A signal that another thread takes is seen only when this one wakes.
+            while wait(running, timeout=1).not_done:
+                pass
         except KeyboardInterrupt:
-            ended = [all(map(_has_ended, pair)) for pair in both]
+            ended = dict(outcomes)
             stop.set()
             threads.shutdown(wait=False, cancel_futures=True)
             console.print("interrupted; these are the results so far", style="bold red")
         else:
-            ended = [True] * len(files)
+            for each in running:
+                each.result()  # raises what a thread raised
+            ended = outcomes
         return {
-            file: (pair[0].result(), pair[1].result())
-            for file, pair, both_ended in zip(files, both, ended, strict=True)
-            if both_ended
+            file: (ended[file, False], ended[file, True])
+            for file in files
+            if (file, False) in ended and (file, True) in ended
         }
-
-
-def _has_ended(each: Future[Outcome]) -> bool:
-    return each.done() and not each.cancelled()
 
 
 def table(title: str, rows: Mapping[str, Collection[tuple[Outcome, Outcome]]]) -> Table:
