@@ -138,11 +138,12 @@ class Closing(abc.ABC):
     def _close(self, error: BaseException | None) -> None:
         if self.closed:
             return
-        explain(error or sys.exception())  # the latter in ``finally: session.close()``
         if error is None:
+            explain(sys.exception())  # in ``finally: session.close()``
             for each in (*self._dependents(), self):
                 each._refuse_to_close()
         with self._signals.closing():
+            explain(error)
             self._finish(error)
 
     def _dependents(self) -> list[Closing]:
@@ -246,12 +247,22 @@ class Closing(abc.ABC):
 
     @contextlib.contextmanager
     def _kept(self, errors: list[BaseException]) -> Iterator[None]:
-        """Collect the error of one step of closing, Ctrl-C included, so that the next step runs."""
+        """Collect the error of one step of closing, Ctrl-C included, so that the next step runs.
+
+        A signal that was delayed until this step is collected before it. The step still runs.
+        """
+        begun = False
         try:
             with self._signals.heeding():
+                begun = True
                 yield
         except BaseException as error:
             errors.append(error)
+        if not begun:
+            try:
+                yield
+            except BaseException as error:
+                errors.append(error)
 
     def __exit__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 import torch.distributed as dist
@@ -38,13 +38,20 @@ def report(
     """
     if not (of_torch(error) or isinstance(error, SignalExit)):
         return
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    where = next(filter(None, (_collective(f, groups) for f in reversed(frames))), "")
+    where = next(filter(None, (_collective(frame, groups) for frame in _frames(error))), "")
     if where:
         error.add_note(f"{title}: in {where}.")
     died = {} if coordinator is None else coordinator.died(wait=_DYING)
     if died:
         logger.error("%s: %s%s", title, told(died), f". This rank was in {where}" if where else "")
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    """Frames from where an error was raised outwards, then of the error that it interrupted."""
+    each: BaseException | None = error
+    while each is not None:
+        yield from reversed([frame for frame, _ in traceback.walk_tb(each.__traceback__)])
+        each = each.__context__
 
 
 def _collective(frame: FrameType, groups: Sequence[tuple[Communicator, ProcessGroup]]) -> str:

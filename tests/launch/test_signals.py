@@ -78,6 +78,29 @@ def test_a_signal_ends_the_body_and_closes_the_session(number, expected):
         assert (stopped.value.code, str(stopped.value)) == (143, "stopped by SIGTERM")
 
 
+class StoppedWhenRead(RuntimeError):
+    """An error that the signal of a launcher follows, when closing has begun to explain it."""
+
+    def __str__(self):
+        if not self.args:
+            self.args = ("read",)
+            kill(signal.SIGTERM)
+        return "lost"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_signal_just_after_an_error_takes_no_step_of_closing_away():
+    session = megapg.session(handle_signals=True)
+    session.before_release(lambda: seen.append("released"))
+    session.groups.lease.before_end.append(lambda _: seen.append("ended"))
+    seen = []
+    with pytest.raises(SignalExit) as stopped, session:
+        raise StoppedWhenRead
+    assert isinstance(stopped.value.__context__, StoppedWhenRead)
+    assert session.closed
+    assert sorted(seen) == ["ended", "released"]
+
+
 @pytest.mark.usefixtures("alone")
 def test_a_background_save_is_called_off(tmp_path):
     called_off = threading.Event()
