@@ -4,8 +4,9 @@ A file imports the module of its outermost package as it imports others of that 
 or relatively. A script takes the module of a package that it imports, or in the project's root a
 module next to it.
 
-The vendored module holds copies of the functions that are used, from ``megapg/megatron/vendored``.
-Its first line has a checksum of the rest, which shows later edits. Formatters keep the checksum.
+The vendored module holds copies of the functions that are used. The getters' bodies are those of
+``megapg/megatron/getters``, and ``megapg/megatron/vendored`` has what they ask. Its first line has
+a checksum of the rest, which shows later edits. Formatters keep the checksum.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import ast
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files as resources
@@ -25,7 +26,16 @@ from megapg.migrate.config import Config
 from megapg.migrate.migration import Rewritten
 
 _FIRST_LINE = "# megapg migrate --runtime vendored wrote this, and writes it anew. "
-_TEMPLATES = ("process_groups.py", "more_getters.py")  # the first has the module's docstring
+# In the order of the copies; the first has the module's docstring.
+_TEMPLATES = (
+    "vendored/process_groups.py",
+    "vendored/asking.py",
+    "getters/asks.py",
+    "getters/groups.py",
+    "getters/stages.py",
+    "getters/before_014.py",
+    "getters/initialised.py",
+)
 _ALWAYS = ("ProcessGroupCollection", "resolve")
 # How the templates ask the globals of Megatron-core -> the same for another module.
 _ASKS_CORE = {
@@ -200,6 +210,11 @@ class _Definition:
     text: str
     is_constant: bool
 
+    def followed_by(self, other: _Definition) -> _Definition:
+        """Return both as one."""
+        uses, text = self.uses | other.uses, f"{self.text}\n\n\n{other.text}"
+        return _Definition(self.name, uses, text, self.is_constant)
+
 
 @dataclass(frozen=True)
 class _Written:
@@ -259,7 +274,7 @@ def _templates() -> tuple[str, Mapping[str, str], Mapping[str, _Definition]]:
     imports: dict[str, str] = {}
     definitions: dict[str, _Definition] = {}
     for name in _TEMPLATES:
-        text = resources("megapg").joinpath("megatron", "vendored", name).read_text("utf-8")
+        text = resources("megapg").joinpath("megatron", name).read_text("utf-8")
         tree = ast.parse(text)
         docstring = docstring or ast.get_docstring(tree, clean=False) or ""
         for node in tree.body[1:]:
@@ -268,22 +283,40 @@ def _templates() -> tuple[str, Mapping[str, str], Mapping[str, _Definition]]:
             elif isinstance(node, ast.ImportFrom):
                 if not (node.module or "").startswith("megapg."):
                     imports |= {alias.name: node.module or "" for alias in node.names}
-            else:
-                found = _definition(node, text.split("\n"))
-                definitions[found.name] = found
+            elif not isinstance(node, ast.AnnAssign):
+                found = _definition(node, text.split("\n"), is_getter=name.startswith("getters"))
+                before = definitions.get(found.name)  # an overload
+                definitions[found.name] = found if before is None else before.followed_by(found)
     return docstring, imports, definitions
 
 
-def _definition(node: ast.stmt, lines: list[str]) -> _Definition:
-    """A function, a class or the assignment of a constant."""
+def _definition(node: ast.stmt, lines: list[str], is_getter: bool) -> _Definition:
+    """A function, a class or the assignment of a constant. Of a getter's docstring, the summary."""
     first = node.lineno - 1
     while lines[first - 1].startswith(("#", "@")):
         first -= 1
+    own = lines[first : node.end_lineno]
+    if is_getter and isinstance(node, ast.FunctionDef) and (said := ast.get_docstring(node)):
+        docstring = node.body[0]
+        assert docstring.end_lineno is not None
+        summary = [f'    """{said.splitlines()[0]}"""']
+        own = lines[first : docstring.lineno - 1] + summary
+        own += lines[docstring.end_lineno : node.end_lineno]
     uses = frozenset(each.id for each in ast.walk(node) if isinstance(each, ast.Name))
-    text = "\n".join(lines[first : node.end_lineno])
+    uses |= {name for types in _types(node) for name in re.findall(r"\w+", types)}
+    text = "\n".join(own)
     if isinstance(node, ast.Assign):
         return _Definition(ast.unparse(node.targets[0]), uses, text, is_constant=True)
     return _Definition(getattr(node, "name", ""), uses, text, is_constant=False)
+
+
+def _types(node: ast.stmt) -> Iterator[str]:
+    """The types that are written as text, in calls of ``cast`` and ``TypeVar``."""
+    for call in ast.walk(node):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) in ("cast", "TypeVar"):
+            values = [*call.args, *(keyword.value for keyword in call.keywords)]
+            constants = [each.value for each in values if isinstance(each, ast.Constant)]
+            yield from (each for each in constants if isinstance(each, str))
 
 
 def _import_lines(imports: Mapping[str, str], used: Collection[str]) -> str:

@@ -40,7 +40,7 @@ from megapg.megatron import (
 from megapg.megatron.core import installed_version
 from megapg.megatron.reading.global_groups import GlobalGroups
 from megapg.megatron.reading.resolve import resolve
-from megapg.megatron.tables import OLDEST_CORE, TAKES_VP_STAGE
+from megapg.megatron.tables import OLDEST_CORE
 from megapg.testing import fake_collection
 
 pytestmark = pytest.mark.contract
@@ -386,7 +386,7 @@ def test_the_gloo_companion_is_of_the_same_layout():
             getters.gloo_group(whole, "dp")
 
 
-@pytest.mark.skipif(installed_version() >= TAKES_VP_STAGE, reason="this core passes vp_stage")
+@pytest.mark.skipif(installed_version() >= (0, 13), reason="this core passes vp_stage")
 def test_the_schedule_says_which_chunk_is_current():
     with initialised_megatron(0, 8, 1, 4, 2):
         pp, foreign = GlobalGroups().pp, ProcessGroupCollection.from_groups(pp=GlobalGroups().dp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
 import subprocess
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from recording import initialised_megatron, recorded_megatron
 from trees import write
 from typer.testing import CliRunner
+from vendored import EVERYTHING, copied
 
-from megapg.megatron.vendored import more_getters, process_groups
+from megapg.megatron import getters
 from megapg.megatron.vendored.process_groups import MissingGroupError, groups_of, resolve
 from megapg.migrate.runtime import text_of
 from megapg.testing import megatron_on_cpu, run_distributed
@@ -27,12 +29,10 @@ from megapg.upstream.mapping import OF_SEVERAL_PIPELINES
 NAME = "process_groups.py"
 
 
-EVERYTHING = [name for name in vars(more_getters) if not name.startswith("_")]
-
-
 @pytest.mark.parametrize("names", [[], EVERYTHING], ids=["least", "most"])
 def test_it_is_typed_and_formatted(tmp_path: Path, names: list[str]) -> None:
-    (tmp_path / NAME).write_text(text_of([*names, "groups_of"] if names else names))
+    (tmp_path / NAME).write_text(text_of(names))
+    ast.parse(text_of(names), feature_version=(3, 8))
     settings = Path(__file__).parents[2] / "pyproject.toml"
     types = ["mypy", "--strict", "--config-file=", "--cache-dir", tmp_path / "cache"]
     for command in (
@@ -47,7 +47,7 @@ def test_it_is_typed_and_formatted(tmp_path: Path, names: list[str]) -> None:
 
 
 def test_it_imports_neither_torch_nor_megatron(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_text(text_of([*EVERYTHING, "groups_of"]))
+    (tmp_path / NAME).write_text(text_of(EVERYTHING))
     code = (
         "import process_groups as p, sys; print(sorted({n.partition('.')[0] for n in sys.modules}"
         " & {'torch', 'megatron', 'megapg'}), p.is_initialized(None), p.resolve().passed)"
@@ -100,7 +100,7 @@ def test_where_nothing_is_initialised_the_error_is_an_assertion_as_megatrons() -
             with pytest.raises(AssertionError):
                 read_it()
         assert getattr(pg, "tp", None) is None
-        assert not more_getters.is_initialized(None)
+        assert not copied().is_initialized(None)
 
 
 class Wrapper:
@@ -214,10 +214,8 @@ def test_who_generates_trains_on_in_the_same_buffer(tmp_path: Path) -> None:
 
 @pytest.mark.contract
 def test_every_getter_that_is_written_is_there() -> None:
-    from megapg.megatron import getters
-
     own = {"MemoryBuffer", "MissingHybridGroupError", "owners_buffer", "shares_globals_buffer"}
     own |= {*OF_SEVERAL_PIPELINES.values()}  # for code that is changed by hand
     assert {name for name in getters.__all__ if name not in own} <= set(EVERYTHING)
     assert importlib.util.find_spec("megatron.core") is not None
-    assert process_groups.__doc__
+    assert copied().__doc__

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import CodeType, SimpleNamespace
+from types import CodeType
 from typing import Any
 
 import equivalence
 import pytest
 from equivalence import Question, Tally
+from vendored import copied
 
 from megapg import ProcessGroupCollection as Session
-from megapg.megatron.vendored import more_getters, process_groups
 from megapg.upstream.mapping import Takes
 
-NAMES = {**vars(more_getters), **vars(process_groups)}
 
-
-def passed(pg: object) -> process_groups.ProcessGroupCollection:
+def passed(pg: object) -> Any:
     """Return a vendored view; a session's groups are put into Megatron-core's collection first."""
     if isinstance(pg, Session):
         core = type("ProcessGroupCollection", (), {})()
         vars(core).update(
             {name: list(v) if isinstance(v, tuple) else v for name, v in vars(pg).items()}
         )
-        return process_groups.resolve(core)
-    return process_groups.resolve(pg)
+        return copied().resolve(core)
+    return copied().resolve(pg)
 
 
 class OfPassed(Tally):
@@ -48,8 +46,8 @@ def tally() -> Iterator[Tally]:
         grids = {grid: list(ranks)[-2:] for grid, ranks in equivalence.GRIDS.items()}
         patch.setattr(equivalence, "GRIDS", grids)
         patch.setattr(equivalence, "Tally", OfPassed)
-        patch.setattr(equivalence, "getters", SimpleNamespace(**NAMES))
-        patch.setattr(equivalence, "GlobalGroups", process_groups.resolve)
+        patch.setattr(equivalence, "getters", copied())
+        patch.setattr(equivalence, "GlobalGroups", copied().resolve)
         patch.setattr(equivalence, "REFUSALS", (*equivalence.REFUSALS, ValueError))
         patch.setattr(equivalence, "asked", of_view)
         yield equivalence.prove()

@@ -9,6 +9,11 @@ For :class:`~megapg.megatron.GlobalGroups` each function calls that getter itsel
 the module at the time of the call. If this Megatron-core has no such getter, the value is computed
 from the fields. A ``MissingGroupError`` about the globals is also an ``AssertionError``, like those
 of their getters.
+
+``megapg migrate --runtime vendored`` copies the functions as text into projects without megapg. So
+their bodies run on Python 3.8, and of megapg they call only ``asking.py``, which has a second form
+in ``megapg/megatron/vendored``. :func:`memory_buffer` alone has two bodies: a session holds its
+buffer, and a collection of Megatron-core has no place for one.
 """
 
 # ruff: noqa: F403

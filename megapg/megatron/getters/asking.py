@@ -1,15 +1,19 @@
-"""Functions of a collection that call Megatron's getter if the collection is the globals."""
+"""How the getters of this folder ask: the collection, or Megatron's getter if it is the globals.
+
+The bodies of the getters know of nothing else. ``megapg/megatron/vendored/asking.py`` has the same
+functions for a project without megapg, into which ``megapg migrate`` copies the bodies as text.
+"""
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable
-from typing import TypeVar, cast, overload
+from collections.abc import Iterable
+from typing import cast, overload
 
 from megapg.collection import ProcessGroup, ProcessGroupCollection
-from megapg.errors import MissingGlobalGroupError, UnsupportedOptionError
+from megapg.errors import UnsupportedOptionError
 from megapg.layout import GroupName
+from megapg.megatron.convert import as_collection
+from megapg.megatron.core import MegatronCollection, modules_at_hand
 from megapg.megatron.reading.global_groups import (
     GlobalGroups,
     getter_at_hand,
@@ -17,44 +21,6 @@ from megapg.megatron.reading.global_groups import (
     takes,
     value_in_globals,
 )
-
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def asks(
-    name: str, *, refused_with: GroupName | None = None, why: Callable[..., object] | None = None
-) -> Callable[[F], F]:
-    """Make a function call the getter ``name`` if its collection is the globals.
-
-    Arguments that the caller leaves out or passes as None get the getter's default. If this core
-    has no such getter, or it does not take an argument of the caller, the function itself runs. If
-    ``refused_with`` names a field of rematerialisation, its group must have one rank. If the getter
-    fails, ``why`` is called with the same arguments, to raise a better error.
-    """
-
-    def decorate(function: F) -> F:
-        parameters = list(inspect.signature(function).parameters.values())[1:]
-        names = [each.name for each in parameters if each.kind is not each.KEYWORD_ONLY]
-
-        @functools.wraps(function)
-        def answer(pg: ProcessGroupCollection, *args: object, **kwargs: object) -> object:
-            if refused_with:
-                refuse_remat(pg, refused_with)
-            if isinstance(pg, GlobalGroups) and len(args) <= len(names):
-                passed = dict(zip(names, args, strict=False)) | kwargs
-                arguments = {key: value for key, value in passed.items() if value is not None}
-                if can_be_asked(name, arguments):
-                    try:
-                        return pg.ask(name, **arguments)
-                    except MissingGlobalGroupError:
-                        if why is not None:
-                            why(pg, **passed)
-                        raise
-            return function(pg, *args, **kwargs)
-
-        return cast(F, answer)
-
-    return decorate
 
 
 def can_be_asked(name: str, arguments: Iterable[str] = ()) -> bool:
@@ -97,21 +63,39 @@ def present_group(
     return found
 
 
+def reads_globals(pg: ProcessGroupCollection) -> bool:
+    """True if the collection is the view of the globals."""
+    return isinstance(pg, GlobalGroups)
+
+
 def is_of_globals(pg: ProcessGroupCollection, field: GroupName) -> bool:
     """True if a group is the very one in the globals. The test does not count as a read of them."""
     return getattr(pg, field, pg) is value_in_globals(field)
 
 
-def is_the_globals_pipeline(pg: ProcessGroupCollection) -> bool:
-    """True if the globals know more about its pipeline than the group does."""
-    return isinstance(pg, GlobalGroups) or (pg.layout is None and is_of_globals(pg, "pp"))
+def is_the_globals(pg: ProcessGroupCollection, field: GroupName) -> bool:
+    """True if the globals know more about a group than the collection does."""
+    return reads_globals(pg) or (pg.layout is None and is_of_globals(pg, field))
+
+
+def ask(pg: ProcessGroupCollection, name: str, **arguments: object) -> object:
+    """Call a getter of the globals, also for borrowed groups that are the globals' own."""
+    return _view_of(pg).ask(name, **arguments)
+
+
+def read(pg: ProcessGroupCollection, name: str) -> object:
+    """Return the value of a private global that has no getter; None if it is unset."""
+    return _view_of(pg).read(name)
+
+
+def _view_of(pg: ProcessGroupCollection) -> GlobalGroups:
+    return pg if isinstance(pg, GlobalGroups) else GlobalGroups()
 
 
 def refuse_remat(pg: ProcessGroupCollection, field: GroupName) -> None:
     """Refuse weight rematerialisation: with it, 0.19's data parallel getters mean wider groups."""
     # This test does not count as a read of the globals.
-    view = isinstance(pg, GlobalGroups)
-    group = value_in_globals(field) if view else getattr(pg, field, None)
+    group = value_in_globals(field) if reads_globals(pg) else getattr(pg, field, None)
     if isinstance(group, ProcessGroup) and group.size() > 1:
         raise UnsupportedOptionError(
             f"{field} has {group.size()} ranks: megapg does not support generalised tensor "
@@ -120,6 +104,47 @@ def refuse_remat(pg: ProcessGroupCollection, field: GroupName) -> None:
         )
 
 
-def view_of(pg: ProcessGroupCollection) -> GlobalGroups:
-    """Return the view of the globals, also for borrowed groups that are the globals' own."""
-    return pg if isinstance(pg, GlobalGroups) else GlobalGroups()
+def extra_group(
+    pg: ProcessGroupCollection, name: GroupName, of: GroupName | None = None
+) -> ProcessGroup:
+    """Return an extra; that of the globals if the collection has none and ``of`` is their group.
+
+    Raises:
+        MissingGroupError: there is none.
+    """
+    if of is not None and is_the_globals(pg, of) and (reads_globals(pg) or name not in pg.extras):
+        return cast(ProcessGroup, _view_of(pg).group(name))
+    pg.ranks(name)  # raises the right error if there is none
+    return pg.extras[name]
+
+
+def why_missing(pg: ProcessGroupCollection, name: str) -> str:
+    """Return the text of the error for an extra that the globals do not have."""
+    return str(_view_of(pg)._no_such(name))
+
+
+def holder_of(
+    pg_collection: ProcessGroupCollection | MegatronCollection | None,
+) -> ProcessGroupCollection:
+    """Return the collection that was passed if it holds groups, else the globals."""
+    pg = as_collection(pg_collection)  # it may be Megatron-core's own
+    if pg is None:
+        return GlobalGroups()
+    if isinstance(pg, GlobalGroups) or any(group is not None for group in vars(pg).values()):
+        return pg
+    return GlobalGroups()  # a collection without groups was made before them
+
+
+def are_live(pg: ProcessGroupCollection) -> bool:
+    """True if the groups of a collection have not ended."""
+    return pg.holds(())
+
+
+def owner_of(pg: ProcessGroupCollection) -> str:
+    """Return who owns the groups, for an error."""
+    return pg.lease.owner
+
+
+def core_is_imported() -> bool:
+    """True if Megatron-core is imported. If it is not, nobody has initialised it."""
+    return bool(modules_at_hand())

@@ -11,18 +11,19 @@ from typing import cast
 
 from megapg.collection import ProcessGroup, ProcessGroupCollection
 from megapg.megatron.getters.asking import (
-    asks,
+    ask,
     can_be_asked,
-    is_the_globals_pipeline,
+    is_the_globals,
     present_group,
-    view_of,
+    read,
+    reads_globals,
 )
+from megapg.megatron.getters.asks import asks
 from megapg.megatron.getters.stages import (
     pipeline_last_rank,
     pipeline_next_rank,
     pipeline_prev_rank,
 )
-from megapg.megatron.reading.global_groups import GlobalGroups, held_now
 
 __all__ = [
     "inter_partial_data_group",
@@ -61,12 +62,12 @@ pipeline_last_rank_or_ranks: _RankOrRanks = pipeline_last_rank
 
 
 def pipeline_split_rank(pg: ProcessGroupCollection) -> int | None:
-    """Return ``get_pipeline_model_parallel_split_rank()``: the first stage of the decoder, or None.
+    """Return ``get_pipeline_model_parallel_split_rank()``: the decoder's first stage, or None.
 
     For borrowed groups, the globals answer if the pipeline is theirs. All other collections, and
     Megatron-core from 0.14 on, have no such split. The same holds for the functions below.
     """
-    return cast(int | None, _of_split(pg, "get_pipeline_model_parallel_split_rank", None))
+    return cast("int | None", _of_split(pg, "get_pipeline_model_parallel_split_rank", None))
 
 
 def pipeline_decoder_start(pg: ProcessGroupCollection) -> int | None:
@@ -74,7 +75,7 @@ def pipeline_decoder_start(pg: ProcessGroupCollection) -> int | None:
 
     None if the encoder has no separate stages.
     """
-    return cast(int | None, _of_split(pg, "get_pipeline_model_parallel_decoder_start", None))
+    return cast("int | None", _of_split(pg, "get_pipeline_model_parallel_decoder_start", None))
 
 
 def is_pipeline_stage_before_split(pg: ProcessGroupCollection, rank: int | None = None) -> bool:
@@ -116,8 +117,8 @@ def _of_split(
     pg: ProcessGroupCollection, getter: str, without: object, **arguments: object
 ) -> object:
     """Return the getter's answer if the pipeline is the globals', else ``without``."""
-    if is_the_globals_pipeline(pg) and can_be_asked(getter, arguments):
-        return view_of(pg).ask(getter, **arguments)
+    if is_the_globals(pg, "pp") and can_be_asked(getter, arguments):
+        return ask(pg, getter, **arguments)
     return without
 
 
@@ -130,6 +131,6 @@ def inter_partial_data_group(
     Those versions have a variable of another name for it. Otherwise as
     :func:`~megapg.megatron.getters.present_group`.
     """
-    if isinstance(pg, GlobalGroups) and held_now(_INTER_PARTIAL):
-        return cast(ProcessGroup, pg.read(_INTER_PARTIAL))
+    if reads_globals(pg) and (found := read(pg, _INTER_PARTIAL)):
+        return cast("ProcessGroup", found)
     return present_group(pg, "inter_dist_opt", check_initialized=check_initialized)

@@ -8,16 +8,16 @@ from typing import cast, overload
 from megapg.collection import ProcessGroup, ProcessGroupCollection
 from megapg.errors import MissingGlobalGroupError, UnsupportedOptionError
 from megapg.layout import Field, GroupName
-from megapg.megatron.core import installed_version
 from megapg.megatron.getters.asking import (
-    asks,
+    ask,
     can_be_asked,
-    is_of_globals,
+    extra_group,
     present_group,
+    reads_globals,
     refuse_remat,
+    why_missing,
 )
-from megapg.megatron.reading.global_groups import GlobalGroups
-from megapg.megatron.tables import GETTERS
+from megapg.megatron.getters.asks import asks
 
 __all__ = [
     "MissingHybridGroupError",
@@ -44,10 +44,10 @@ __all__ = [
     "tensor_src_rank",
 ]
 
-# The first versions that return None without hierarchical groups, not an empty list, and whose
-# get_all_ranks() counts rematerialisation.
-_HIERARCHY_IS_NONE = (0, 13)
-_COUNTS_REMAT = (0, 19)
+_HIERARCHY = "get_hierarchical_context_parallel_groups"
+_HYBRID = "get_hybrid_data_context_parallel_groups"
+_REMAT_RANK = "get_gtp_weight_remat_rank"
+_EXPERT_REMAT_RANK = "get_expert_gtp_weight_remat_rank"
 
 
 class MissingHybridGroupError(MissingGlobalGroupError, KeyError):
@@ -66,7 +66,7 @@ def hierarchical_groups(
 ) -> list[ProcessGroup] | None: ...
 
 
-@asks("get_hierarchical_context_parallel_groups")
+@asks(_HIERARCHY)
 def hierarchical_groups(
     pg: ProcessGroupCollection, *, check_initialized: bool = True
 ) -> list[ProcessGroup] | None:
@@ -83,7 +83,7 @@ def hierarchical_groups(
     )
     if found is not None:
         return list(found)
-    if installed_version() < _HIERARCHY_IS_NONE:
+    if not can_be_asked(_HIERARCHY, ["check_initialized"]):
         return []
     if check_initialized:
         pg.ranks("hcp")  # raises the right error
@@ -241,21 +241,17 @@ def remat_rank(pg: ProcessGroupCollection, field: GroupName) -> int:
     Raises:
         MissingGroupError: the collection lacks the field.
     """
-    return pg.rank(field) if _counts_remat(pg, field, GETTERS[field].rank) else 0
+    return pg.rank(field) if _counts_remat(pg, field) else 0
 
 
 def remat_size(pg: ProcessGroupCollection, field: GroupName) -> int:
-    """Return ``get_gtp_weight_remat_world_size()`` or ``get_expert_gtp_weight_remat_world_size()``.
-
-    See :func:`remat_rank`.
-    """
-    return pg.size(field) if _counts_remat(pg, field, GETTERS[field].size) else 0
+    """Return the same two's ``..._world_size()``; see :func:`remat_rank`."""
+    return pg.size(field) if _counts_remat(pg, field) else 0
 
 
-def _counts_remat(pg: ProcessGroupCollection, field: str, getter: str) -> bool:
-    if isinstance(pg, GlobalGroups) and can_be_asked(getter):
-        return True
-    return getattr(pg, field) is not None
+def _counts_remat(pg: ProcessGroupCollection, field: GroupName) -> bool:
+    getter = _REMAT_RANK if field == "gtp_remat" else _EXPERT_REMAT_RANK
+    return (reads_globals(pg) and can_be_asked(getter)) or getattr(pg, field) is not None
 
 
 def gloo_group(pg: ProcessGroupCollection, field: GroupName) -> ProcessGroup:
@@ -271,11 +267,7 @@ def gloo_group(pg: ProcessGroupCollection, field: GroupName) -> ProcessGroup:
         MissingGroupError: the session was opened without it: ``session(gloo=("dp_cp",))``. It is
             never made here, because only one rank might call this.
     """
-    name = cast("GroupName", f"gloo.{field}")
-    borrowed = not isinstance(pg, GlobalGroups) and pg.layout is None
-    if borrowed and name not in pg.extras and is_of_globals(pg, field):
-        pg = GlobalGroups()
-    return cast(ProcessGroup, pg.group(name)) if isinstance(pg, GlobalGroups) else _extra(pg, name)
+    return extra_group(pg, cast("GroupName", f"gloo.{field}"), of=field)
 
 
 def hybrid_group(pg: ProcessGroupCollection, size: int) -> ProcessGroup:
@@ -291,15 +283,13 @@ def hybrid_group(pg: ProcessGroupCollection, size: int) -> ProcessGroup:
         UnsupportedOptionError: weights are rematerialised.
     """
     refuse_remat(pg, "gtp_remat")
-    getter = "get_hybrid_data_context_parallel_groups"
-    if isinstance(pg, GlobalGroups) and can_be_asked(getter, ["group_size"]):
+    name = cast("GroupName", f"hybrid.{size}")
+    if reads_globals(pg) and can_be_asked(_HYBRID, ["group_size"]):
         try:
-            return cast(ProcessGroup, pg.ask(getter, group_size=size))
+            return cast("ProcessGroup", ask(pg, _HYBRID, group_size=size))
         except KeyError:
-            raise MissingHybridGroupError(str(pg._no_such(f"hybrid.{size}"))) from None
-    if size == pg.size("dp_cp"):
-        return _group(pg, "dp_cp")
-    return _extra(pg, cast("GroupName", f"hybrid.{size}"))
+            raise MissingHybridGroupError(why_missing(pg, name)) from None
+    return _group(pg, "dp_cp") if size == pg.size("dp_cp") else extra_group(pg, name)
 
 
 @asks("get_all_ranks", refused_with="gtp_remat")
@@ -314,7 +304,7 @@ def all_ranks(pg: ProcessGroupCollection) -> str:
         UnsupportedOptionError: weights are rematerialised.
     """
     ranks = [pg.rank(field) for field in ("tp", "dp", "cp", "pp", "ep")]
-    if installed_version() >= _COUNTS_REMAT:
+    if can_be_asked(_REMAT_RANK):
         ranks.insert(1, 0)
     return "_".join(map(str, ranks))
 
@@ -335,8 +325,3 @@ def _expert_data_field(partial: bool) -> Field:
 def _group(pg: ProcessGroupCollection, field: str) -> ProcessGroup:
     found: ProcessGroup = getattr(pg, field)
     return found
-
-
-def _extra(pg: ProcessGroupCollection, name: GroupName) -> ProcessGroup:
-    pg.ranks(name)  # raises the right error if there is none
-    return pg.extras[name]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from megapg.collection import ProcessGroupCollection
-from megapg.megatron.convert import as_collection
-from megapg.megatron.core import MegatronCollection, modules_at_hand
-from megapg.megatron.getters.asking import can_be_asked
-from megapg.megatron.reading.global_groups import GlobalGroups
+from megapg.megatron.core import MegatronCollection
+from megapg.megatron.getters.asking import (
+    are_live,
+    ask,
+    can_be_asked,
+    core_is_imported,
+    holder_of,
+    reads_globals,
+)
 
 __all__ = ["is_initialized", "is_unitialized", "model_parallel_is_initialized"]
 
@@ -23,9 +28,9 @@ def is_initialized(pg_collection: ProcessGroupCollection | MegatronCollection | 
 
 def is_unitialized(pg_collection: ProcessGroupCollection | MegatronCollection | None) -> bool:
     """True if no groups exist, as ``is_unitialized()`` up to 0.16; see :func:`is_initialized`."""
-    pg, getter = _asked(pg_collection), "is_unitialized"
-    if isinstance(pg, GlobalGroups) and modules_at_hand() and can_be_asked(getter):
-        return bool(pg.ask(getter))
+    pg, getter = holder_of(pg_collection), "is_unitialized"
+    if reads_globals(pg) and core_is_imported() and can_be_asked(getter):
+        return bool(ask(pg, getter))
     return not is_initialized(pg)
 
 
@@ -40,18 +45,7 @@ def model_parallel_is_initialized(
 
 
 def _has(passed: ProcessGroupCollection | MegatronCollection | None, getter: str) -> bool:
-    pg = _asked(passed)
-    if not isinstance(pg, GlobalGroups):
-        return pg.holds(())
-    # If Megatron-core is not imported, it is not initialised.
-    return bool(modules_at_hand()) and bool(pg.ask(getter))
-
-
-def _asked(passed: ProcessGroupCollection | MegatronCollection | None) -> ProcessGroupCollection:
-    """Return the collection that was passed if it holds groups, else the globals."""
-    pg = as_collection(passed)  # it may be Megatron-core's own
-    if pg is None:
-        return GlobalGroups()
-    if isinstance(pg, GlobalGroups) or any(group is not None for group in vars(pg).values()):
-        return pg
-    return GlobalGroups()  # a collection without groups was made before them
+    pg = holder_of(passed)
+    if not reads_globals(pg):
+        return are_live(pg)
+    return core_is_imported() and bool(ask(pg, getter))

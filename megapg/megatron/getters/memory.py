@@ -12,8 +12,7 @@ from typing import Protocol, cast
 import torch
 
 from megapg.collection import ProcessGroupCollection
-from megapg.megatron.getters.asking import is_of_globals, view_of
-from megapg.megatron.reading.global_groups import GlobalGroups
+from megapg.megatron.getters.asking import ask, is_the_globals
 from megapg.megatron.tables import MEMORY_BUFFER
 
 __all__ = ["MemoryBuffer", "memory_buffer", "owners_buffer", "shares_globals_buffer"]
@@ -44,7 +43,7 @@ def memory_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:
         StaleGroupError: the session of ``pg`` has ended.
     """
     if shares_globals_buffer(pg):
-        return cast(MemoryBuffer, view_of(pg).ask("get_global_memory_buffer"))
+        return cast(MemoryBuffer, ask(pg, "get_global_memory_buffer"))
     pg.lease.check("memory_buffer()")
     return owners_buffer(pg)
 
@@ -53,7 +52,7 @@ def shares_globals_buffer(pg: ProcessGroupCollection) -> bool:
     """True if :func:`memory_buffer` returns the global one. The test does not count as a read of
     it.
     """
-    return isinstance(pg, GlobalGroups) or (pg.layout is None and is_of_globals(pg, "tp"))
+    return is_the_globals(pg, "tp")
 
 
 def owners_buffer(pg: ProcessGroupCollection) -> MemoryBuffer:

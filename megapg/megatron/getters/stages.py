@@ -7,10 +7,15 @@ from typing import cast
 
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import LayoutError, UnknownStageError
-from megapg.megatron.core import installed_version
-from megapg.megatron.getters.asking import asks, is_the_globals_pipeline, view_of
-from megapg.megatron.reading.global_groups import GlobalGroups
-from megapg.megatron.tables import TAKES_VP_STAGE, VIRTUAL_PIPELINE_RANK
+from megapg.megatron.getters.asking import (
+    ask,
+    can_be_asked,
+    is_the_globals,
+    owner_of,
+    read,
+    reads_globals,
+)
+from megapg.megatron.getters.asks import asks
 
 __all__ = [
     "embedding_ranks",
@@ -26,10 +31,12 @@ __all__ = [
 ]
 
 _EMBEDDING_RANKS = "_EMBEDDING_GLOBAL_RANKS"  # in the order of their choice
+_CURRENT_CHUNK = "_VIRTUAL_PIPELINE_MODEL_PARALLEL_RANK"
+_CHUNKS = "get_virtual_pipeline_model_parallel_world_size"
 
 
 def virtual_pipeline_size(pg: ProcessGroupCollection) -> int | None:
-    """Return ``get_virtual_pipeline_model_parallel_world_size()``: model chunks per rank, or None.
+    """Return ``get_virtual_pipeline_model_parallel_world_size()``: chunks per rank, or None.
 
     For borrowed groups, the globals answer if the pipeline is theirs. A pipeline of one stage has
     one chunk.
@@ -37,16 +44,15 @@ def virtual_pipeline_size(pg: ProcessGroupCollection) -> int | None:
     Raises:
         LayoutError: the collection is of other borrowed groups, for which the size is unknown.
     """
-    if is_the_globals_pipeline(pg):
-        size = view_of(pg).ask("get_virtual_pipeline_model_parallel_world_size")
-        return cast(int | None, size)
+    if is_the_globals(pg, "pp"):
+        return cast("int | None", ask(pg, _CHUNKS))
     if pg.layout is None and pg.size("pp") == 1:
         return None
     if pg.layout is None:
         raise LayoutError(
-            f"the groups of {pg.lease.owner} don't say whether the pipeline is virtual. Pass "
+            f"the groups of {owner_of(pg)} don't say whether the pipeline is virtual. Pass "
             "vp_size= (the config's virtual_pipeline_model_parallel_size), or ignore_virtual=True "
-            "where that is None; a session's groups know."
+            "where that is None."
         )
     return pg.layout.vpp
 
@@ -63,9 +69,9 @@ def _chunk(
     size = virtual_pipeline_size(pg) if vp_size is None else vp_size
     if size is None:
         return None
-    if vp_stage is None and installed_version() < TAKES_VP_STAGE:
-        vp_stage = cast(int | None, view_of(pg).read(VIRTUAL_PIPELINE_RANK))
-        if vp_stage is not None and vp_stage >= size and not is_the_globals_pipeline(pg):
+    if vp_stage is None and not _takes_vp_stage():
+        vp_stage = cast("int | None", read(pg, _CURRENT_CHUNK))
+        if vp_stage is not None and vp_stage >= size and not is_the_globals(pg, "pp"):
             vp_stage = None  # another schedule's
     if vp_stage is None:
         raise UnknownStageError(
@@ -76,7 +82,12 @@ def _chunk(
 
 
 def _ignores_virtual(given: bool | None) -> bool:
-    return installed_version() >= TAKES_VP_STAGE if given is None else given
+    return _takes_vp_stage() if given is None else given
+
+
+def _takes_vp_stage() -> bool:
+    """True if this core, as every one from 0.13 on, is told the chunk instead of storing it."""
+    return can_be_asked("is_pipeline_first_stage", ["vp_stage"])
 
 
 @asks("is_pipeline_first_stage", why=_chunk)
@@ -191,8 +202,8 @@ def is_rank_in_position_embedding_group(pg: ProcessGroupCollection) -> bool:
 
 def embedding_ranks(pg: ProcessGroupCollection) -> list[int]:
     """Return ``_EMBEDDING_GLOBAL_RANKS``: the group's global ranks, in order of their choice."""
-    if isinstance(pg, GlobalGroups) and (chosen := pg.read(_EMBEDDING_RANKS)) is not None:
-        return list(cast(Sequence[int], chosen))
+    if reads_globals(pg) and (chosen := read(pg, _EMBEDDING_RANKS)) is not None:
+        return list(cast("Sequence[int]", chosen))
     if pg.layout is None:  # also for the globals, which raise the right error
         return list(pg.ranks("embd"))
     return list(pg.layout.embedding_ranks(list(pg.ranks("pp"))))

@@ -60,6 +60,8 @@ class MissingGroupError(AttributeError, AssertionError):
 class ProcessGroupCollection:
     """The groups of the collection that was passed; where that is None, those of the globals."""
 
+    layout: None = None  # a collection of Megatron-core has none
+
     def __init__(self, passed: object = None, part: object = None) -> None:
         self.passed = passed
         self._part = part  # what was found, and lacks what is asked for
@@ -219,9 +221,3 @@ def _takes(getter: Callable[..., Any], *names: str) -> bool:
     parameters = inspect.signature(getter).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return takes_any or parameters.keys() >= {*names}
-
-
-def _is_of_globals(pg: ProcessGroupCollection, field: str) -> bool:
-    """Whether a group is the one that the globals have: they know more of the job than it does."""
-    globals_have = getattr(ProcessGroupCollection(), field, None)
-    return pg.passed is None or getattr(pg, field, pg) is globals_have
