@@ -17,7 +17,7 @@ from megapg.megatron.getters.asking import (
     refuse_remat,
     why_missing,
 )
-from megapg.megatron.getters.asks import asks
+from megapg.megatron.getters.asks import asks, since_013
 
 __all__ = [
     "MissingHybridGroupError",
@@ -44,7 +44,6 @@ __all__ = [
     "tensor_src_rank",
 ]
 
-_HIERARCHY = "get_hierarchical_context_parallel_groups"
 _HYBRID = "get_hybrid_data_context_parallel_groups"
 _REMAT_RANK = "get_gtp_weight_remat_rank"
 _EXPERT_REMAT_RANK = "get_expert_gtp_weight_remat_rank"
@@ -66,7 +65,7 @@ def hierarchical_groups(
 ) -> list[ProcessGroup] | None: ...
 
 
-@asks(_HIERARCHY)
+@asks("get_hierarchical_context_parallel_groups")
 def hierarchical_groups(
     pg: ProcessGroupCollection, *, check_initialized: bool = True
 ) -> list[ProcessGroup] | None:
@@ -83,7 +82,7 @@ def hierarchical_groups(
     )
     if found is not None:
         return list(found)
-    if not can_be_asked(_HIERARCHY, ["check_initialized"]):
+    if not since_013():
         return []
     if check_initialized:
         pg.ranks("hcp")  # raises the right error

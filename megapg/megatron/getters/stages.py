@@ -9,13 +9,12 @@ from megapg.collection import ProcessGroupCollection
 from megapg.errors import LayoutError, UnknownStageError
 from megapg.megatron.getters.asking import (
     ask,
-    can_be_asked,
     is_the_globals,
     owner_of,
     read,
     reads_globals,
 )
-from megapg.megatron.getters.asks import asks
+from megapg.megatron.getters.asks import asks, since_013
 
 __all__ = [
     "embedding_ranks",
@@ -69,7 +68,7 @@ def _chunk(
     size = virtual_pipeline_size(pg) if vp_size is None else vp_size
     if size is None:
         return None
-    if vp_stage is None and not _takes_vp_stage():
+    if vp_stage is None and not since_013():
         vp_stage = cast("int | None", read(pg, _CURRENT_CHUNK))
         if vp_stage is not None and vp_stage >= size and not is_the_globals(pg, "pp"):
             vp_stage = None  # another schedule's
@@ -82,12 +81,7 @@ def _chunk(
 
 
 def _ignores_virtual(given: bool | None) -> bool:
-    return _takes_vp_stage() if given is None else given
-
-
-def _takes_vp_stage() -> bool:
-    """True if this core, as every one from 0.13 on, is told the chunk instead of storing it."""
-    return can_be_asked("is_pipeline_first_stage", ["vp_stage"])
+    return since_013() if given is None else given
 
 
 @asks("is_pipeline_first_stage", why=_chunk)
