@@ -127,7 +127,7 @@ bench: $(READY)  ## run the benchmarks; options in ARGS
 bench-migrate: $(READY)  ## migrate published code and check it (downloads 33 MB once); options in ARGS
 	.venv/bin/python -m benchmarks.migrate $(ARGS)
 
-figures: $(READY)  ## print the size of the sources and the wanted limits; ARGS=--names lists them
+figures: $(READY)  ## print the sizes of the sources; ARGS=--names lists them
 	.venv/bin/python tools/figures.py $(ARGS)
 
 docs: $(READY_DOCS)  ## build the documentation into build/site; ARGS=serve shows it, and follows changes

@@ -29,7 +29,7 @@ _FIRST_LINE = "# megapg migrate --runtime vendored wrote this, and writes it ane
 # In the order of the copies; the first has the module's docstring.
 _TEMPLATES = (
     "vendored/process_groups.py",
-    "vendored/asking.py",
+    "vendored/asking_passed.py",
     "getters/asks.py",
     "getters/groups.py",
     "getters/stages.py",

@@ -339,19 +339,6 @@ def test_no_circle_and_no_name_twice() -> None:
     assert figures.same_names() == []
 
 
-# Modules over 500 lines and classes over 300, with the reason.
-LONG = {
-    "torch_private/__init__": "all that is private to torch is in one place",
-    "migrate/scan:_Scanner": "one visitor of a file, with a method for each kind of node",
-    "ownership/session:Session": "what an owner does, in the order in which users read of it",
-}
-
-
-def test_what_is_long_has_a_reason() -> None:
-    found = [each.rpartition(" ")[0] for each in (*figures.long_modules(), *figures.long_classes())]
-    assert set(found) <= set(LONG)
-
-
 # --- names of modules -----------------------------------------------------------------------------
 
 # Modules that users import and that the codemod writes into user code.
