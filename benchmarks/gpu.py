@@ -27,7 +27,7 @@ import torch.distributed as dist
 import megapg
 from benchmarks.table import Table
 from megapg.errors import UnsupportedOffloadError
-from megapg.ownership.offload import WAYS, How, OffloadReport
+from megapg.ownership.suspension import WAYS, How, OffloadReport
 from megapg.testing import run_distributed
 
 _MIB = 2**20

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megapg import session, torch_private
 from megapg.communicators.backends import backend_for
-from megapg.communicators.plan import Recipe, communicators
+from megapg.communicators.needed import Recipe, communicators
 from megapg.communicators.world import current_world, scoped_environment
 from megapg.layout import ParallelLayout
 from megapg.megatron import initialize_model_parallel, parallel_state

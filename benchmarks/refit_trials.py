@@ -36,7 +36,7 @@ from megatron.core.transformer import TransformerConfig
 import megapg
 from megapg.layout import ParallelLayout
 from megapg.megatron import core_version, for_resharding
-from megapg.rl.refit.moves import overlap, plan_moves, volume
+from megapg.rl.refit.moves import find_moves, overlap, volume
 from megapg.testing import megatron_on_cpu
 from megapg.testing.distributed import run_distributed
 
@@ -229,7 +229,7 @@ class _Broadcast:
         if rank.takes:
             taken[self._own] = rank.takes.described
         self._moves: dict[str, list[Any]] = {}
-        for move in plan_moves(given, taken):
+        for move in find_moves(given, taken):
             name = given[move.sender][move.given].parameter
             self._moves.setdefault(name, []).append((move, given[move.sender][move.given]))
         # Frameworks make such a group of the first trainer and the rollout.

@@ -17,9 +17,9 @@ from benchmarks.simulated import Costs, Phase, Simulation, Tally
 from benchmarks.table import Options, Table
 from megapg.communicators.addresses import AddressBook
 from megapg.communicators.backends import BACKENDS
-from megapg.communicators.plan import Recipe, communicators, created_fields
+from megapg.communicators.needed import Recipe, communicators, created_fields
 from megapg.layout import GroupName, ParallelLayout
-from megapg.ownership import offload
+from megapg.ownership import suspension
 from megapg.ownership.validate import settings
 from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.joint_work import JointWork
@@ -93,7 +93,7 @@ class Steps:
 
     def _exchange(self, rank: int, *topics: str) -> None:
         for topic in topics:
-            said = offload.wish(None, dict.fromkeys(offload.WAYS, "")) if not topic else ""
+            said = suspension.wish(None, dict.fromkeys(suspension.WAYS, "")) if not topic else ""
             self._sessions[rank].exchange(topic, said, timeout=_TIMEOUT)
 
     def _suspend(self, rank: int) -> None:

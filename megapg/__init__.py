@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megapg.checkpoint.save import save_checkpoint
     from megapg.collection import Lease, LeaseState, ProcessGroup, ProcessGroupCollection
     from megapg.collection.mesh import from_mesh
-    from megapg.communicators.options import CommunicatorOptions
+    from megapg.communicators.nccl_options import CommunicatorOptions
     from megapg.communicators.warm_up import HealthReport, WarmUpReport
     from megapg.errors import MegapgError
     from megapg.launch import Launch
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
         to_megatron,
         was_passed,
     )
-    from megapg.ownership.offload import OffloadReport
     from megapg.ownership.opening import LayoutSizes
     from megapg.ownership.rebind import Rebound
     from megapg.ownership.session import Session
     from megapg.ownership.suspend_several import resume, suspend
+    from megapg.ownership.suspension import OffloadReport
     from megapg.rendezvous.shared_store import SharedStore
     from megapg.rl.joint import JointGroup, joint_group
     from megapg.rl.joint_meeting import Invitation
@@ -60,7 +60,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "CheckpointInfo": "megapg.checkpoint.directory",
     "CheckpointSave": "megapg.checkpoint.background",
-    "CommunicatorOptions": "megapg.communicators.options",
+    "CommunicatorOptions": "megapg.communicators.nccl_options",
     "Launch": "megapg.launch",
     "HealthReport": "megapg.communicators.warm_up",
     "Invitation": "megapg.rl.joint_meeting",
@@ -70,7 +70,7 @@ _HOMES = {
     "LeaseState": "megapg.collection",
     "LoadedCheckpoint": "megapg.checkpoint.load",
     "MegapgError": "megapg.errors",
-    "OffloadReport": "megapg.ownership.offload",
+    "OffloadReport": "megapg.ownership.suspension",
     "ParallelLayout": "megapg.layout",
     "ProcessGroup": "megapg.collection",
     "ProcessGroupCollection": "megapg.collection",

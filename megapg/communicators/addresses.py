@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megapg import torch_private
 from megapg.communicators.backends import backend_for
-from megapg.communicators.plan import Communicator
+from megapg.communicators.needed import Communicator
 from megapg.rendezvous.store import Store
 
 # The traffic grows with the square of the size, as every member fetches every other address. Larger

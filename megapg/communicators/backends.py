@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megapg import torch_private
 from megapg.communicators.lanes import NCCL_LANES
-from megapg.communicators.options import CommunicatorOptions
+from megapg.communicators.nccl_options import CommunicatorOptions
 from megapg.errors import UnsupportedOptionError
 from megapg.torch_private import Options
 

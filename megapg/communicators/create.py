@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megapg import torch_private
 from megapg.communicators.backends import backend_for
-from megapg.communicators.plan import Communicator, Family
+from megapg.communicators.needed import Communicator, Family
 from megapg.communicators.world import World, scoped_environment
 from megapg.errors import TeardownError
 from megapg.rendezvous.store import Store

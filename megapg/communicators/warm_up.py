@@ -25,8 +25,8 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from megapg.communicators.backends import rows_of
-from megapg.communicators.options import CommunicatorOptions
-from megapg.communicators.plan import Communicator, shortened
+from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.needed import Communicator, shortened
 from megapg.communicators.watch import (
     CALLED_OFF,
     THE_END,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
-from megapg.launch import nodes
+from megapg.launch import slurm_nodes
 from megapg.launch.by_hand import ByHand
 from megapg.launch.environment import Variables
 from megapg.launch.launcher import Launcher, Place
@@ -23,7 +23,7 @@ _LAUNCHERS: tuple[type[Launcher], ...] = (Torchrun, OpenMpi, Slurm)
 def detect(
     environment: Mapping[str, str] = os.environ,
     *,
-    address_of: Callable[[str], str] = nodes.address_of,
+    address_of: Callable[[str], str] = slurm_nodes.address_of,
     actor: Callable[[], RayActor | None] = RayActor.here,
 ) -> Launch:
     """Read this process's rank and address from the environment variables of its launcher.

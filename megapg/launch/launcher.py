@@ -13,8 +13,8 @@ from typing import ClassVar, Self
 
 from megapg.errors import LaunchError
 from megapg.launch.environment import Variables
-from megapg.launch.nodes import address_of
 from megapg.launch.process import Launch
+from megapg.launch.slurm_nodes import address_of
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from megapg.errors import LaunchError
+from megapg.launch.derived_port import port_for
 from megapg.launch.launcher import Launcher, Place
-from megapg.launch.process import Launch, port_for
+from megapg.launch.process import Launch
 
 # Addresses of mpirun, and of the daemon on this rank's host, which is mpirun on its own host.
 _HEAD, _LOCAL_DAEMON = "OMPI_MCA_orte_hnp_uri", "OMPI_MCA_orte_local_daemon_uri"

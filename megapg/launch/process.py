@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from megapg.errors import LaunchError
 from megapg.launch.environment import overridden
-
-# Below the ephemeral ports (Linux: from 32768), above the ports of most services.
-_FIRST_PORT, _PORTS = 20_000, 12_000
 
 
 @dataclass(frozen=True)
@@ -126,11 +122,6 @@ def is_loopback(address: str) -> bool:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
-
-
-def port_for(job: str, step: int = 0) -> int:
-    """Derive a port from the job's name, equal on all ranks. Steps of a job get different ports."""
-    return _FIRST_PORT + (zlib.crc32(job.encode()) + step) % _PORTS
 
 
 def ranks_said(ranks: Iterable[int]) -> str:

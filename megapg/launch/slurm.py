@@ -11,10 +11,11 @@ from typing import Self
 from typing_extensions import override
 
 from megapg.errors import LaunchError
+from megapg.launch.derived_port import port_for
 from megapg.launch.environment import Variables
 from megapg.launch.launcher import Launcher, Place
-from megapg.launch.nodes import names as names_of_nodes
-from megapg.launch.process import Launch, port_for
+from megapg.launch.process import Launch
+from megapg.launch.slurm_nodes import names as names_of_nodes
 
 # From here on, SLURM's step numbers stand for the batch script, an interactive shell and others
 # that are no tasks.

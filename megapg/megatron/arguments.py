@@ -8,8 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
-from megapg.communicators.options import CommunicatorOptions
-from megapg.communicators.plan import ALL_GATHER_FIELDS
+from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.needed import ALL_GATHER_FIELDS
 from megapg.errors import UnsupportedOptionError
 from megapg.layout import EmbeddingRanks, Field, Fields
 from megapg.megatron.core import core_version, parallel_state_module

@@ -6,7 +6,7 @@ import traceback
 from types import ModuleType
 
 from megapg.collection import Lease, LeaseState
-from megapg.communicators.plan import ALL_GATHER_FIELDS, COMPANION
+from megapg.communicators.needed import ALL_GATHER_FIELDS, COMPANION
 from megapg.megatron.tables import GETTERS
 from megapg.ownership.hints import note
 from megapg.upstream.signatures import SIGNATURES

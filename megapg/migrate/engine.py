@@ -7,7 +7,7 @@ The steps:
    globals, or a function that may take the new parameter.
 3. :mod:`~megapg.migrate.carriers` chooses where each function takes its groups from, and
    :mod:`~megapg.migrate.thread` which functions take the parameter.
-4. :mod:`~megapg.migrate.planner` decides about each use, and :mod:`~megapg.migrate.rewrite` makes
+4. :mod:`~megapg.migrate.decide` decides about each use, and :mod:`~megapg.migrate.rewrite` makes
    the new text.
 """
 
@@ -30,11 +30,11 @@ import libcst as cst
 from megapg.errors import UnsupportedOptionError
 from megapg.migrate.carriers import Carriers, Node
 from megapg.migrate.config import Config
+from megapg.migrate.decide import Decider, Decisions, FileChanges
 from megapg.migrate.facts import Facts
 from megapg.migrate.format import formatted
 from megapg.migrate.migration import Found, Left, Migration, Problem, Rewritten, Served
 from megapg.migrate.own_groups import find_own_groups
-from megapg.migrate.planner import FilePlan, Plan, Planner
 from megapg.migrate.project import OWN_MODULE, PARALLEL_STATE, Project, is_test
 from megapg.migrate.replaced import find_replaced
 from megapg.migrate.rewrite import rewritten
@@ -119,21 +119,21 @@ def _decide(
     replaced = find_replaced(project, scans.facts)
     frozen: dict[Path, str] = {}
     while True:
-        plan = Planner(project, scans.facts, replaced, runtimes.of, frozen, unsafe).plan()
-        files, failed = _write(scans, plan)
+        decisions = Decider(project, scans.facts, replaced, runtimes.of, frozen, unsafe).decide()
+        files, failed = _write(scans, decisions)
         if not failed:
             break
         frozen |= failed  # other files may not rely on a file that stays
     failures = [Problem(project.files[path], 0, why) for path, why in frozen.items()]
     decided = Migration(
         found=found,
-        served=sorted(plan.served, key=_place),
-        left=sorted(plan.left, key=_place),
+        served=sorted(decisions.served, key=_place),
+        left=sorted(decisions.left, key=_place),
         files=(),
-        roots=plan.roots,
+        roots=decisions.roots,
         problems=[*found.problems, *failures],
     )
-    return decided, files, {path: _called(each) for path, each in plan.files.items()}
+    return decided, files, {path: _called(each) for path, each in decisions.files.items()}
 
 
 def _place(each: Served | Left) -> tuple[str, Span]:
@@ -283,21 +283,21 @@ class _Scans:
                     found.add((at[0], at[1][0]))
         return found
 
-    def is_unneeded(self, path: Path, plan: FilePlan, dotted: str, name: str) -> bool:
+    def is_unneeded(self, path: Path, changes: FileChanges, dotted: str, name: str) -> bool:
         """True if an import of the globals may go since its file does not use it.
 
         An import from inside of the project stays, since circular imports may need its order.
 
         Args:
             path: of the file.
-            plan: the changes of the file.
+            changes: those of the file.
             dotted: what is imported.
             name: that it is bound to.
         """
         project = self.project
         dotted = project.absolute(dotted, path)
         is_globals = project.meaning(dotted, path).name.startswith(PARALLEL_STATE)
-        if name not in plan.unused or not is_globals or (path, name) in self._reached:
+        if name not in changes.unused or not is_globals or (path, name) in self._reached:
             return False
         parts = dotted.split(".")
         if any(project.find(".".join(parts[:end]), path) for end in range(1, len(parts) + 1)):
@@ -379,13 +379,13 @@ def _outermost(carriers: Carriers, path: Path, name: str) -> set[Node]:
     return {Node(path, around[-1].of_class or around[-1].name)} if around else set()
 
 
-def _write(scans: _Scans, plan: Plan) -> tuple[list[Rewritten], dict[Path, str]]:
+def _write(scans: _Scans, decisions: Decisions) -> tuple[list[Rewritten], dict[Path, str]]:
     """Make the new texts; return them, and the files for which that fails."""
     project = scans.project
     files: list[Rewritten] = []
     failed: dict[Path, str] = {}
-    for done, (path, changes) in enumerate(plan.files.items()):
-        scans.on_progress("rewriting", done, len(plan.files))
+    for done, (path, changes) in enumerate(decisions.files.items()):
+        scans.on_progress("rewriting", done, len(decisions.files))
         before = project.data(path)
         try:
             after = rewritten(before, changes, partial(scans.is_unneeded, path, changes))
@@ -398,6 +398,6 @@ def _write(scans: _Scans, plan: Plan) -> tuple[list[Rewritten], dict[Path, str]]
     return files, failed
 
 
-def _called(plan: FilePlan) -> set[str]:
+def _called(changes: FileChanges) -> set[str]:
     """Return the functions of the vendored module that the new text of a file calls."""
-    return set(re.findall(rf"\b{re.escape(plan.name)}\.(\w+)", plan.text()))
+    return set(re.findall(rf"\b{re.escape(changes.name)}\.(\w+)", changes.text()))

@@ -1,7 +1,7 @@
 """The reasons why a use stays or needs a look, and what to do by hand.
 
 ``megapg check`` prints a code with each use, and ``megapg explain CODE`` prints the text.
-:mod:`megapg.migrate.planner` chooses the reason of a use.
+:mod:`megapg.migrate.decide` chooses the reason of a use.
 """
 
 from __future__ import annotations

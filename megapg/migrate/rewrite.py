@@ -1,4 +1,4 @@
-"""Make the new text of a file from its plan."""
+"""Make the new text of a file from its changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 
 from megapg.migrate.bindings import dotted_name, span_of
 from megapg.migrate.carriers import PARAMETER
-from megapg.migrate.planner import FilePlan
+from megapg.migrate.decide import FileChanges
 from megapg.migrate.scan import STATEMENTS
 from megapg.migrate.uses import Span
 
@@ -25,28 +25,28 @@ _Item = TypeVar("_Item", cst.Arg, cst.Param)
 _Import = TypeVar("_Import", cst.Import, cst.ImportFrom)
 
 
-def rewritten(data: bytes, plan: FilePlan, is_unneeded: Callable[[str, str], bool]) -> bytes:
+def rewritten(data: bytes, changes: FileChanges, is_unneeded: Callable[[str, str], bool]) -> bytes:
     """Return the new bytes of a file.
 
     Args:
         data: its bytes.
-        plan: its changes.
+        changes: what changes in it.
         is_unneeded: True if an import, by its absolute or relative dotted name and the name that it
             binds, may go.
     """
     module = cst.parse_module(data)
     wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
-    return _with_imports(wrapper.visit(_Rewriter(module, plan, is_unneeded)), plan).bytes
+    return _with_imports(wrapper.visit(_Rewriter(module, changes, is_unneeded)), changes).bytes
 
 
-def _with_imports(module: cst.Module, plan: FilePlan) -> cst.Module:
+def _with_imports(module: cst.Module, changes: FileChanges) -> cst.Module:
     """Return a module that imports what its new code calls."""
-    context, runtime, text = CodemodContext(), plan.runtime, plan.text()
-    if f"{plan.name}." in text:
-        alias = plan.name if plan.name != runtime.name else None
+    context, runtime, text = CodemodContext(), changes.runtime, changes.text()
+    if f"{changes.name}." in text:
+        alias = changes.name if changes.name != runtime.name else None
         AddImportsVisitor.add_needed_import(context, runtime.module, runtime.member or None, alias)
-    if f"{plan.getters}." in text and plan.getters != plan.name:
-        alias = plan.getters if plan.getters != runtime.getters_name else None
+    if f"{changes.getters}." in text and changes.getters != changes.name:
+        alias = changes.getters if changes.getters != runtime.getters_name else None
         AddImportsVisitor.add_needed_import(
             context, runtime.getters_module, runtime.getters_member, alias
         )
@@ -69,10 +69,14 @@ class _Rewriter(cst.CSTTransformer):
     METADATA_DEPENDENCIES = (PositionProvider,)
 
     def __init__(
-        self, module: cst.Module, plan: FilePlan, is_unneeded: Callable[[str, str], bool]
+        self, module: cst.Module, changes: FileChanges, is_unneeded: Callable[[str, str], bool]
     ) -> None:
         super().__init__()
-        self._config, self._plan, self._is_unneeded = module.config_for_parsing, plan, is_unneeded
+        self._config, self._changes, self._is_unneeded = (
+            module.config_for_parsing,
+            changes,
+            is_unneeded,
+        )
         # For each of ``_BLOCKS`` around: True if its imports may go. Those of
         # a class are attributes, and the branches of ``if`` and ``try`` bind the same names.
         self._may_go = [True]
@@ -87,13 +91,13 @@ class _Rewriter(cst.CSTTransformer):
     def _replaced(
         self, node: cst.Call | cst.Name | cst.Attribute | cst.SimpleString, new: cst.BaseExpression
     ) -> cst.BaseExpression:
-        text = self._plan.replaced.get(self._span(node))
+        text = self._changes.replaced.get(self._span(node))
         if text is None:
             return new
         return self._expression(text).with_changes(lpar=node.lpar, rpar=node.rpar)
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        passed = self._plan.passed.get(self._span(original_node))
+        passed = self._changes.passed.get(self._span(original_node))
         if passed is None:
             return self._replaced(original_node, updated_node)
         new = cst.Arg(
@@ -110,9 +114,9 @@ class _Rewriter(cst.CSTTransformer):
         self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
     ) -> cst.FunctionDef:
         span, new = self._span(original_node), updated_node
-        if span in self._plan.parameters:
+        if span in self._changes.parameters:
             new = new.with_changes(params=_with_parameter(new.params, new.whitespace_before_params))
-        if statements := self._plan.statements.get(span):
+        if statements := self._changes.statements.get(span):
             lines = [cst.parse_statement(text, self._config) for text in statements]
             new = new.with_changes(body=_with_statements(new.body, lines))
         return new
@@ -125,7 +129,7 @@ class _Rewriter(cst.CSTTransformer):
     def on_leave(  # type: ignore[override]
         self, original_node: cst.CSTNode, updated_node: cst.CSTNode
     ) -> cst.CSTNode | cst.RemovalSentinel | cst.FlattenSentinel[cst.CSTNode]:
-        """Replace a use, or put a statement before another one, if the plan says so."""
+        """Replace a use, or put a statement before another one, if the changes say so."""
         if isinstance(original_node, _BLOCKS):
             self._may_go.pop()
         if isinstance(original_node, cst.Name | cst.Attribute | cst.SimpleString):
@@ -133,7 +137,7 @@ class _Rewriter(cst.CSTTransformer):
         new = super().on_leave(original_node, updated_node)
         if not isinstance(new, STATEMENTS):
             return new
-        text = self._plan.before.get(self._span(original_node).line)
+        text = self._changes.before.get(self._span(original_node).line)
         if text is None:
             return new
         lines = list(new.leading_lines)
@@ -170,7 +174,7 @@ class _Rewriter(cst.CSTTransformer):
             bound = alias.value if isinstance(alias, cst.Name) else name.partition(".")[0]
             if not self._is_unneeded(home + name, bound):
                 kept.append(each)
-                self._unused_line |= bound in self._plan.unused
+                self._unused_line |= bound in self._changes.unused
         if not kept:
             return cst.RemoveFromParent()
         if kept[-1] is not node.names[-1]:

@@ -24,13 +24,13 @@ from typing import TypeVar
 from megapg import torch_private
 from megapg.collection import Lease, LeaseState, ProcessGroup, ProcessGroupCollection
 from megapg.communicators import create as communicators_of_torch
-from megapg.communicators.plan import Communicator
+from megapg.communicators.needed import Communicator
 from megapg.communicators.world import World
 from megapg.errors import RendezvousError, SessionError, TeardownError
 from megapg.launch.signals import NoSignals, SignalExit
-from megapg.ownership import dead_ranks, hints, offload
-from megapg.ownership.offload import How
+from megapg.ownership import dead_ranks, hints, suspension
 from megapg.ownership.steps import Steps
+from megapg.ownership.suspension import How
 from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.problems import ALONE, brief, culprits, of_a_communicator, told
 
@@ -434,7 +434,7 @@ def leave(owner: Closing) -> None:
 def _wait_for_the_device(title: str, rank: int, timeout: float) -> None:
     """Wait up to ``timeout`` seconds for this rank's work on the device."""
     try:
-        offload.synchronize(timeout)
+        suspension.synchronize(timeout)
     except TimeoutError:
         raise RendezvousError(
             f"{title}: what rank {rank} began on the device did not end within {timeout:g} s, and "

@@ -10,7 +10,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from megapg.collection import ProcessGroup
-from megapg.communicators.plan import Communicator
+from megapg.communicators.needed import Communicator
 from megapg.launch.signals import SignalExit
 from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.problems import first, told

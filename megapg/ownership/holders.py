@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megapg import torch_private
 from megapg.collection import ProcessGroupCollection
-from megapg.communicators.plan import Communicator, shortened
+from megapg.communicators.needed import Communicator, shortened
 from megapg.errors import SessionError
 
 Handle: TypeAlias = dist.ProcessGroup | ProcessGroupCollection

@@ -16,8 +16,8 @@ from typing import TypedDict, Unpack, cast
 import torch.distributed as dist
 
 from megapg.communicators.backends import backend_for
-from megapg.communicators.options import CommunicatorOptions
-from megapg.communicators.plan import Recipe
+from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.needed import Recipe
 from megapg.communicators.world import World, create_world, current_world, fake_world, refuse
 from megapg.errors import SessionError
 from megapg.launch import Launch

@@ -16,17 +16,17 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
 
 from megapg.collection import LeaseState, ProcessGroup, ProcessGroupCollection
-from megapg.communicators.plan import Communicator
+from megapg.communicators.needed import Communicator
 from megapg.communicators.warm_up import HealthReport, Opened, WarmUpReport, probe, warm_up
 from megapg.communicators.world import World
 from megapg.errors import MissingGroupError, RendezvousError, SessionError
 from megapg.launch.signals import NoSignals
 from megapg.layout import FIELDS
-from megapg.ownership import offload
+from megapg.ownership import suspension
 from megapg.ownership.closing import Closing, raise_first, raise_interruption
 from megapg.ownership.holders import References
-from megapg.ownership.offload import How, OffloadReport, Usage
 from megapg.ownership.steps import Steps, together
+from megapg.ownership.suspension import How, OffloadReport, Usage
 from megapg.ownership.validate import check_waits
 from megapg.rendezvous.problems import brief
 
@@ -256,12 +256,12 @@ class Owner(_NoCollection, Closing):
         self._expect(LeaseState.LIVE, "suspend()")
         with self._together("suspend()") as steps:
             with steps.timed("agree"):
-                heard = self._exchange("suspend()", offload.wish(how, refusals()))
-                way = offload.agreed(self._title, heard)
+                heard = self._exchange("suspend()", suspension.wish(how, refusals()))
+                way = suspension.agreed(self._title, heard)
             before = Usage.of(self._concerned(way))
             self._make_ready(way, steps)
             with steps.attempted("finish"):
-                offload.synchronize()
+                suspension.synchronize()
             self._compare(steps, "suspend(), before the release")
             self._give_back(way, steps)
         report = self._report("suspended", way, before, steps)
@@ -284,7 +284,7 @@ class Owner(_NoCollection, Closing):
         if way == "suspend":
             self._lease.suspend(since)
             with steps.attempted("suspend"):
-                offload.suspend(self._concerned(way))
+                suspension.suspend(self._concerned(way))
             self._compare(steps, "suspend(), after the release")
         else:
             self._lease.end(since)
@@ -308,7 +308,7 @@ class Owner(_NoCollection, Closing):
         former = self._lease
         if way == "suspend":
             with steps.attempted("resume"):
-                offload.resume(self._concerned(way))
+                suspension.resume(self._concerned(way))
             self._compare(steps, "resume(), the groups")
             self._lease.resume(f"{self._since()} by resume()")
         else:
@@ -322,7 +322,7 @@ class Owner(_NoCollection, Closing):
 
     def _report(self, action: str, way: How, before: Usage, steps: Steps) -> OffloadReport:
         after = Usage.of(self._concerned(way))
-        report = offload.report(self._title, action, way, before, after, steps)
+        report = suspension.report(self._title, action, way, before, after, steps)
         logger.info("%s", report)
         return report
 

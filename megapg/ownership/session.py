@@ -24,8 +24,8 @@ from megapg.collection import (
 from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.addresses import AddressBook
 from megapg.communicators.backends import backend_for
-from megapg.communicators.options import CommunicatorOptions
-from megapg.communicators.plan import (
+from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.needed import (
     Communicator,
     Recipe,
     communicators,
@@ -36,10 +36,10 @@ from megapg.communicators.world import World
 from megapg.errors import SessionError
 from megapg.launch.signals import NoSignals
 from megapg.layout import FIELDS, ParallelLayout
-from megapg.ownership import offload
-from megapg.ownership.offload import How, OffloadReport
+from megapg.ownership import suspension
 from megapg.ownership.owner import Owner
 from megapg.ownership.steps import Steps
+from megapg.ownership.suspension import How, OffloadReport
 from megapg.ownership.validate import settings
 from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.joint_work import OthersFailedError
@@ -253,10 +253,10 @@ class Session(Owner):
 
     @override
     def _cannot(self) -> dict[How, str]:
-        if reason := offload.capturing():
-            return dict.fromkeys(offload.WAYS, reason)
+        if reason := suspension.capturing():
+            return dict.fromkeys(suspension.WAYS, reason)
         return {
-            "suspend": offload.refusal(self._concerned("suspend")),
+            "suspend": suspension.refusal(self._concerned("suspend")),
             "recreate": "",
             "recreate world": self._why_world_stays(),
         }

@@ -11,10 +11,10 @@ from megapg.collection import LeaseState
 from megapg.communicators.backends import backend_for
 from megapg.errors import SessionError, UnsupportedOffloadError
 from megapg.launch.process import ranks_said
-from megapg.ownership import offload
-from megapg.ownership.offload import How, OffloadReport, Usage
+from megapg.ownership import suspension
 from megapg.ownership.owner import Owner, raise_aside
 from megapg.ownership.steps import Steps, together
+from megapg.ownership.suspension import How, OffloadReport, Usage
 from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.rendezvous import Rendezvous
 
@@ -56,16 +56,16 @@ def suspend(*owners: Owner, how: How | None = None) -> tuple[OffloadReport, ...]
         with steps.timed("agree"):
             heard = assembly.hear(
                 {
-                    _key(o): offload.wish(how, _unless(o, LeaseState.LIVE) or o._cannot())
+                    _key(o): suspension.wish(how, _unless(o, LeaseState.LIVE) or o._cannot())
                     for o in order
                 }
             )
-            ways = {key: offload.agreed(key[0], said) for key, said in heard.items()}
+            ways = {key: suspension.agreed(key[0], said) for key, said in heard.items()}
         before = [Usage.of(o._concerned(ways[_key(o)])) for o in order]
         for owner in order:
             owner._make_ready(ways[_key(owner)], steps)
         with steps.attempted("finish"):
-            offload.synchronize()
+            suspension.synchronize()
         assembly.compare(steps, "suspend(), before the release")
         for owner in order:
             owner._give_back(ways[_key(owner)], steps)
@@ -133,9 +133,9 @@ def _in_order(owners: Sequence[Owner], doing: str) -> list[Owner]:
 def _unless(owner: Owner, state: LeaseState) -> dict[How, str]:
     """Return way -> why it can't be taken; empty if the owner is in that state."""
     if owner.state is not state:
-        return dict.fromkeys(offload.WAYS, f"it is {owner.state.value}")
+        return dict.fromkeys(suspension.WAYS, f"it is {owner.state.value}")
     if not owner._world.current:
-        return dict.fromkeys(offload.WAYS, "its WORLD was destroyed")
+        return dict.fromkeys(suspension.WAYS, "its WORLD was destroyed")
     return {}
 
 

@@ -11,8 +11,8 @@ import torch
 
 from megapg import torch_private
 from megapg.communicators.backends import backend_for
-from megapg.communicators.options import CommunicatorOptions
-from megapg.communicators.plan import ALL_GATHER_FIELDS, COMPANION, Recipe, created_fields
+from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.needed import ALL_GATHER_FIELDS, COMPANION, Recipe, created_fields
 from megapg.communicators.world import World
 from megapg.errors import SessionError, UnknownFieldError, UnsupportedOptionError
 from megapg.layout import FIELDS, ParallelLayout

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from megapg.errors import RendezvousError, SessionError
 from megapg.launch import Launch
-from megapg.rendezvous.connect import connect, what_is_there
+from megapg.rendezvous.job_store import connect, what_is_there
 from megapg.rendezvous.store import Host, Store, host_of
 
 # The key that names the process that hosts the store.

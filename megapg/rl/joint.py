@@ -29,10 +29,10 @@ from megapg import torch_private
 from megapg.collection import LeaseState, ProcessGroup
 from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.backends import backend_for
-from megapg.communicators.options import CommunicatorOptions
+from megapg.communicators.nccl_options import CommunicatorOptions
 from megapg.communicators.warm_up import HealthReport
 from megapg.errors import RendezvousError, SessionError, UnsupportedOptionError
-from megapg.ownership import offload
+from megapg.ownership import suspension
 from megapg.ownership.closing import explain
 from megapg.ownership.dead_ranks import of_torch
 from megapg.ownership.validate import check_waits
@@ -286,7 +286,7 @@ class JointGroup:
         try:
             if self._open.group is not None:
                 with contextlib.suppress(TimeoutError):  # work with a rank that died
-                    offload.synchronize(terms.timeout)
+                    suspension.synchronize(terms.timeout)
             # All remaining members are in the meeting, so none of them uses the old group.
             self._open.end(None, alone=True)
             with terms.store.until(time.monotonic() + terms.timeout, terms.title):

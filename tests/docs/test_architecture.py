@@ -121,7 +121,7 @@ def said(imports: list[Import]) -> str:
 # Modules that use torch's stores, and why. Other modules use megapg's store, with deadlines.
 STORES = {
     "rendezvous/store.py": "the one place that calls them",
-    "rendezvous/connect.py": "opens the store of a new WORLD",
+    "rendezvous/job_store.py": "opens the store of a new WORLD",
     "rendezvous/shared_store.py": "hosts a store for several jobs",
     "communicators/world.py": "a fake WORLD has one",
     "torch_private/__init__.py": "finds the store of the caller's WORLD",
@@ -199,7 +199,10 @@ def test_no_import_breaks_the_rule(rule: str) -> None:
         ("from megatron.core import parallel_state", "megatron.core.parallel_state"),
         ("import importlib\nimportlib.import_module('megatron.core')", "megatron.core"),
         ("def f():\n    from . import session", "megapg.session"),
-        ("from .communicators.plan import Communicator", "megapg.communicators.plan.Communicator"),
+        (
+            "from .communicators.needed import Communicator",
+            "megapg.communicators.needed.Communicator",
+        ),
     ],
 )
 def test_the_scan_sees_every_way_to_import(
@@ -392,7 +395,7 @@ def _names_a_module(text: str) -> bool:
     ("text", "expected"),
     [
         ("megapg.comms.", True),
-        ("megapg.communicators.plan", True),
+        ("megapg.communicators.needed", True),
         ("megapg.megatron.watching", True),
         ("megapg.megatron.getters", False),
         ("megapg.resolve", False),

@@ -17,7 +17,7 @@ from ports import free_port
 
 import megapg
 from megapg.errors import LaunchError, RendezvousError, SessionError
-from megapg.launch import Launch, detect, nodes
+from megapg.launch import Launch, detect, slurm_nodes
 from megapg.launch.ray_actor import RayActor
 from megapg.testing import run_distributed
 
@@ -370,46 +370,46 @@ def scontrol(tmp_path, monkeypatch):
 
 
 def test_hostlists_by_the_library():
-    assert nodes.names("gpu[01-03,7]-ib,login", 5, "X") == [
+    assert slurm_nodes.names("gpu[01-03,7]-ib,login", 5, "X") == [
         *("gpu01-ib", "gpu02-ib", "gpu03-ib", "gpu7-ib", "login")
     ]
     for broken in ("n[1-2", "n[2-1]", "n[1-3]"):
         with pytest.raises(LaunchError, match=rf"X='{re.escape(broken)}'.*Set MASTER_ADDR"):
-            nodes.names(broken, 2, "X")
+            slurm_nodes.names(broken, 2, "X")
 
 
 def test_hostlists_by_scontrol(scontrol, monkeypatch):
     monkeypatch.setitem(sys.modules, "hostlist", None)
     scontrol('[ "$*" = "show hostnames n[1-2]" ] && printf "n1\\nn2\\n"')
-    assert nodes.names("n[1-2]", 2, "X") == ["n1", "n2"]
-    assert nodes.names("n1,n2", 2, "X") == ["n1", "n2"]
+    assert slurm_nodes.names("n[1-2]", 2, "X") == ["n1", "n2"]
+    assert slurm_nodes.names("n1,n2", 2, "X") == ["n1", "n2"]
     scontrol("echo no such thing >&2; exit 3")
     with pytest.raises(LaunchError, match=r"ended with status 3: no such thing.*MASTER_ADDR"):
-        nodes.names("n[1-2]", 2, "X")
+        slurm_nodes.names("n[1-2]", 2, "X")
     scontrol("echo 'n]'")  # scontrol's real output for "n[1-2"
     with pytest.raises(LaunchError, match="names 1 nodes, but the step has 2"):
-        nodes.names("n[1-2", 2, "X")
+        slurm_nodes.names("n[1-2", 2, "X")
     scontrol("exec sleep 60")
-    monkeypatch.setattr(nodes, "_PATIENCE", 0.2)
+    monkeypatch.setattr(slurm_nodes, "_PATIENCE", 0.2)
     with pytest.raises(LaunchError, match=r"no answer in 0.2 s"):
-        nodes.names("n[1-2]", 2, "X")
+        slurm_nodes.names("n[1-2]", 2, "X")
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(LaunchError, match="there is no scontrol here"):
-        nodes.names("n[1-2]", 2, "X")
+        slurm_nodes.names("n[1-2]", 2, "X")
 
 
 def test_addresses_of_nodes(scontrol):
-    assert nodes.address_of("localhost") == "localhost"
+    assert slurm_nodes.address_of("localhost") == "localhost"
     scontrol('echo "NodeName=$4 Arch=x86_64 NodeAddr=127.0.0.7 NodeHostName=vm"')
-    assert nodes.address_of("n1.invalid") == "127.0.0.7"
+    assert slurm_nodes.address_of("n1.invalid") == "127.0.0.7"
     scontrol("echo NodeName=$4 NodeAddr=$4")
     with pytest.raises(
         LaunchError, match=r"no host called 'n1.invalid'.*'n1.invalid' for its NodeA"
     ):
-        nodes.address_of("n1.invalid")
+        slurm_nodes.address_of("n1.invalid")
     scontrol("echo Node n1.invalid not found; exit 1")
     with pytest.raises(LaunchError, match=r"status 1: Node n1.invalid not found.*Set MASTER_ADDR"):
-        nodes.address_of("n1.invalid")
+        slurm_nodes.address_of("n1.invalid")
 
 
 # -- the value -------------------------------------------------------------------------------------

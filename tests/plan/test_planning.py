@@ -15,7 +15,7 @@ from schemas import check_schema
 
 import megapg.tools.plan
 from megapg.communicators.backends import BACKENDS
-from megapg.communicators.plan import Recipe, communicators
+from megapg.communicators.needed import Recipe, communicators
 from megapg.errors import PlanError, UnknownFieldError
 from megapg.layout import ParallelLayout
 from megapg.tools.plan import draw_svg, load_cluster, make_plan, presets

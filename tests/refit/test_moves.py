@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapg.errors import RefitError
-from megapg.rl.refit.moves import Part, plan_moves
+from megapg.rl.refit.moves import Part, find_moves
 from megapg.rl.refit.rounds import padded, rounds_of
 from megapg.rl.refit.slices import Slice, Slices
 
@@ -124,7 +124,7 @@ def test_every_element_arrives_once(data):
         for target, cut in targets.items():
             for rank, slices in enumerate(data.draw(cuts(target, cut))):
                 takes[rank] += slices
-    moves = plan_moves(gives, takes, [names] * RANKS)
+    moves = find_moves(gives, takes, [names] * RANKS)
     arrived = carried_out(moves, gives, takes)
     for rank, slices in enumerate(takes):
         for number, each in enumerate(slices):
@@ -158,13 +158,13 @@ def test_senders_share_the_work_and_hosts_are_kept():
         [whole(f"t{number}", 8) for number in range(6)] if rank < 3 else [] for rank in range(6)
     ]
     takes = [[] if rank < 3 else gives[0] for rank in range(6)]
-    moves = plan_moves(gives, takes)
+    moves = find_moves(gives, takes)
     assert Counter(move.sender for move in moves) == {0: 6, 1: 6, 2: 6}
     hosts = ["a", "b", "b", "a", "b", "c"]
-    moves = plan_moves(gives, takes, hosts=hosts)
+    moves = find_moves(gives, takes, hosts=hosts)
     assert {move.sender for move in moves if move.receiver == 3} == {0}
     assert {move.sender for move in moves if move.receiver == 4} <= {1, 2}
-    assert plan_moves(gives, takes, hosts=hosts) == moves
+    assert find_moves(gives, takes, hosts=hosts) == moves
 
 
 def test_other_padding_is_left():
@@ -173,8 +173,8 @@ def test_other_padding_is_left():
         [],
         [whole("vocabulary", 6, 2, resizable=True), whole("vocabulary", 6, 2, resizable=True)],
     ]
-    assert [move.shape for move in plan_moves(gives, takes)] == [(6, 2)] * 2
-    (move,) = plan_moves([takes[1][:1], []], [[], gives[0]])
+    assert [move.shape for move in find_moves(gives, takes)] == [(6, 2)] * 2
+    (move,) = find_moves([takes[1][:1], []], [[], gives[0]])
     assert move.shape == (6, 2)
 
 
@@ -228,7 +228,7 @@ HALF = box_of("w", (4, 2), (0, 0), (2, 2))
 )
 def test_an_error_names_the_tensor_and_the_range(gives, takes, names, message):
     with pytest.raises(RefitError, match=message):
-        plan_moves([gives, []], [[], takes], [{}, names])
+        find_moves([gives, []], [[], takes], [{}, names])
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"version": 2, "slices": []}', '{"version": 1}'])
@@ -269,7 +269,7 @@ def test_large_models_are_planned_in_seconds():
     gives = [[*held(r % 8, 8, range(r // 8 * 20, r // 8 * 20 + 20))] for r in range(32)]
     takes = [[*held(r % 4, 4, range(layers))] for r in range(32)]
     started = time.process_time()
-    moves = plan_moves([*gives, *([] for _ in takes)], [*([] for _ in gives), *takes])
+    moves = find_moves([*gives, *([] for _ in takes)], [*([] for _ in gives), *takes])
     planned = time.process_time()
     rounds = rounds_of(moves, 64 << 20)
     print(

@@ -198,7 +198,7 @@ def interrupting(rank):
 def all_phases(host_pid, port):
     rank = freezing.Rank.begin(host_pid, port)
     if rank.freezing:  # so that the store is running
-        from megapg.rendezvous.connect import job_store
+        from megapg.rendezvous.job_store import job_store
 
         job_store(detect(), PATIENT)
     before_the_start(rank)

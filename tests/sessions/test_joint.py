@@ -335,7 +335,7 @@ def fails_to_end_the_last_group(address):
     """Rank 1 can't end the group of the last generation, when all ranks have met for the next."""
     with joint(address) as weights:
         broken = RuntimeError("the device is lost")
-        fails = mock.patch("megapg.ownership.offload.synchronize", side_effect=broken)
+        fails = mock.patch("megapg.ownership.suspension.synchronize", side_effect=broken)
         started = time.monotonic()
         with (
             fails if weights.rank == 1 else contextlib.nullcontext(),

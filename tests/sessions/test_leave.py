@@ -13,7 +13,7 @@ from recording import fake_world
 
 import megapg
 from megapg.errors import RendezvousError, StaleGroupError
-from megapg.ownership import offload
+from megapg.ownership import suspension
 from megapg.ownership.closing import leave
 from megapg.ownership.opening import open_sessions
 from megapg.testing import run_distributed
@@ -84,7 +84,7 @@ def test_who_closes_waits_for_none_that_left(tmp_path):
 def test_a_device_that_does_not_finish_is_not_waited_for_forever(monkeypatch):
     """The device never finishes, as if the other rank had died in a collective."""
     never = threading.Event()
-    monkeypatch.setattr(offload, "_on_cuda", lambda: True)
+    monkeypatch.setattr(suspension, "_on_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: never.wait())
     with fake_world(0, 2):

@@ -18,7 +18,7 @@ import megapg
 from megapg import torch_private
 from megapg.collection import LeaseState
 from megapg.errors import SessionError, StaleGroupError, UnsupportedOffloadError
-from megapg.ownership import offload
+from megapg.ownership import suspension
 from megapg.testing import run_distributed
 
 pytestmark = pytest.mark.torch
@@ -391,9 +391,9 @@ def test_whether_nccl_can_be_suspended_is_told_by_versions(monkeypatch, nccl, en
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     for spelling in ("nccl", "cpu:gloo,cuda:nccl"):
-        told = offload.cannot_suspend([spelling])
+        told = suspension.cannot_suspend([spelling])
         assert reason in told
         assert bool(told) == bool(reason)
-    assert offload.cannot_suspend(["gloo"]) == "gloo keeps no memory that could be suspended"
+    assert suspension.cannot_suspend(["gloo"]) == "gloo keeps no memory that could be suspended"
     monkeypatch.setattr(torch_private, "can_suspend", lambda: False)
-    assert "can't suspend a communicator; 2.13 can" in offload.cannot_suspend(["nccl"])
+    assert "can't suspend a communicator; 2.13 can" in suspension.cannot_suspend(["nccl"])

@@ -197,7 +197,7 @@ def main(address, modules, folder):
 
 
 def _rank(parent, function, outcome, limit):
-    from megapg.rendezvous import connect
+    from megapg.rendezvous import job_store
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -217,7 +217,7 @@ def _rank(parent, function, outcome, limit):
     sys.stdout.flush()
     sys.stderr.flush()
     outcome.write_bytes(data)
-    connect._linger()  # as at the exit of a process: the host of the store stays for the others
+    job_store._linger()  # as at the exit of a process: the host of the store stays for the others
     os._exit(0)
 
 

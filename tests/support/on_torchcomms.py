@@ -8,7 +8,7 @@ import torchcomms
 
 import megapg
 from megapg import torch_private
-from megapg.communicators.plan import families
+from megapg.communicators.needed import families
 from megapg.errors import UnsupportedOptionError
 
 

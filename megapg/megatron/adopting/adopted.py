@@ -24,18 +24,18 @@ from megapg.collection import Lease, LeaseState, ProcessGroup
 from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.addresses import AddressBook
 from megapg.communicators.backends import backend_for
-from megapg.communicators.plan import Communicator
+from megapg.communicators.needed import Communicator
 from megapg.communicators.world import World, current_world
 from megapg.errors import MissingGroupError, PublishedError, SessionError, UnsupportedOffloadError
 from megapg.launch.signals import NoSignals
 from megapg.megatron.adopting.creations import Recording, creations, unknown_of, why_not_anew
 from megapg.megatron.adopting.variables import NAME, Globals, collection, groups_held
 from megapg.megatron.core import installed_version, parallel_state_module
-from megapg.ownership import offload
+from megapg.ownership import suspension
 from megapg.ownership.closing import close_lost
-from megapg.ownership.offload import How, OffloadReport
 from megapg.ownership.owner import Owner
 from megapg.ownership.steps import Steps
+from megapg.ownership.suspension import How, OffloadReport
 from megapg.ownership.validate import check_waits
 from megapg.rendezvous.coordinator import Coordinator
 from megapg.rendezvous.joint_work import OthersFailedError
@@ -271,10 +271,10 @@ class Adopted(Owner):
 
     @override
     def _cannot(self, allow_unknown: bool = False) -> dict[How, str]:
-        if reason := self._globals.published() or offload.capturing():
-            return dict.fromkeys(offload.WAYS, reason)
+        if reason := self._globals.published() or suspension.capturing():
+            return dict.fromkeys(suspension.WAYS, reason)
         return {
-            "suspend": offload.refusal(self._made),
+            "suspend": suspension.refusal(self._made),
             "recreate": why_not_anew(self._world, self._creations.values(), allow_unknown),
             "recreate world": "WORLD is not theirs",
         }

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from megapg import torch_private
 from megapg.communicators.backends import backend_for
-from megapg.communicators.options import CommunicatorOptions
-from megapg.communicators.plan import Communicator
+from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.needed import Communicator
 from megapg.communicators.world import World
 from megapg.errors import UnsupportedOptionError
 from megapg.megatron.adopting.variables import names_of_groups

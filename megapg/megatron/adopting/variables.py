@@ -17,7 +17,7 @@ from megapg.collection import (
     ProcessGroupCollection,
     membership,
 )
-from megapg.communicators.plan import Communicator
+from megapg.communicators.needed import Communicator
 from megapg.errors import UnsupportedVersionError
 from megapg.layout import FIELDS
 from megapg.megatron.publish import is_published

@@ -1,7 +1,7 @@
 """How the getters of this folder ask: the collection, or Megatron's getter if it is the globals.
 
-The bodies of the getters know of nothing else. ``megapg/megatron/vendored/asking_passed.py`` has the same
-functions for a project without megapg, into which ``megapg migrate`` copies the bodies as text.
+The bodies of the getters know of nothing else. ``megapg/megatron/vendored/asking_passed.py`` has
+the same functions for a project without megapg, into which ``megapg migrate`` copies the bodies.
 """
 
 from __future__ import annotations

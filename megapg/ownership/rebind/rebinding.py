@@ -12,7 +12,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from megapg.collection import ProcessGroupCollection
-from megapg.communicators.plan import shortened
+from megapg.communicators.needed import shortened
 from megapg.ownership.holders import holders
 from megapg.ownership.rebind.replacements import Replacements
 from megapg.ownership.rebind.walk import Walk

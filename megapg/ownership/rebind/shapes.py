@@ -14,7 +14,7 @@ import torch
 
 from megapg import torch_private
 from megapg.collection import Lease, ProcessGroupCollection
-from megapg.communicators.plan import Communicator
+from megapg.communicators.needed import Communicator
 from megapg.ownership.rebind.paths import ATTRIBUTE, ITEM, KEY, PART
 from megapg.ownership.rebind.replacements import Replacements
 from megapg.ownership.steps import Steps

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megapg import torch_private
 from megapg.collection import ProcessGroup
 from megapg.errors import RefitError
-from megapg.rl.refit.moves import Move, Names, Part, plan_moves
+from megapg.rl.refit.moves import Move, Names, Part, find_moves
 from megapg.rl.refit.rounds import padded, rounds_of
 from megapg.rl.refit.slices import Slices
 
@@ -113,7 +113,7 @@ class Refit:
             side, verb = ("takes", "take") if any(given) else ("gives", "give")
             raise RefitError(f"no rank of the group has {side}=; some must {verb} weights.")
         self._device = self._buffers_on(everyone)
-        moves = plan_moves(
+        moves = find_moves(
             given,
             taken,
             [_names_from(each["names"]) for each in everyone],

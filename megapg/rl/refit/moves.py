@@ -78,7 +78,7 @@ class Move:
         return math.prod(self.shape) * self.itemsize
 
 
-def plan_moves(
+def find_moves(
     given: Sequence[Sequence[Slice]],
     taken: Sequence[Sequence[Slice]],
     names: Sequence[Names] = (),
@@ -98,7 +98,7 @@ def plan_moves(
     Raises:
         RefitError: names the tensor, and the range or the difference.
     """
-    return _Planner(given, names or [{}] * len(taken), hosts or [""] * len(taken)).moves(taken)
+    return _Finder(given, names or [{}] * len(taken), hosts or [""] * len(taken)).moves(taken)
 
 
 @dataclass
@@ -140,7 +140,7 @@ class _Source:
             yield from self._index.get(prefix, ())
 
 
-class _Planner:
+class _Finder:
     def __init__(
         self, given: Sequence[Sequence[Slice]], names: Sequence[Names], hosts: Sequence[str]
     ) -> None:

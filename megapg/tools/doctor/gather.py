@@ -33,7 +33,7 @@ def hold(
         return judge(Gathering(launch, (account,)))
     others = [rank for rank in range(launch.world_size) if rank != launch.rank]
     try:
-        from megapg.rendezvous.connect import job_store
+        from megapg.rendezvous.job_store import job_store
 
         store = job_store(launch, timeout).view("doctor")
     except (ImportError, RendezvousError) as error:

@@ -180,7 +180,7 @@ def _torch_problem() -> str:
 
 
 def _offload(devices: Sequence[Device]) -> dict[str, str]:
-    from megapg.ownership.offload import WAYS, cannot_suspend
+    from megapg.ownership.suspension import WAYS, cannot_suspend
 
     obstacle = cannot_suspend(["nccl"]) if devices else "there is no NVIDIA GPU here"
     return {way: obstacle if way == "suspend" else "" for way in WAYS}

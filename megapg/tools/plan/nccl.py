@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megapg.communicators.lanes import NCCL_LANES
-from megapg.communicators.plan import Communicator, Recipe, communicators
+from megapg.communicators.needed import Communicator, Recipe, communicators
 from megapg.layout import ParallelLayout
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import megapg
-from megapg.communicators.plan import Communicator
+from megapg.communicators.needed import Communicator
 from megapg.errors import PlanError
 from megapg.layout import GroupName, ParallelLayout
 from megapg.tools.plan.bars import Memory, memory_of, text_of_bytes

@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from megapg import torch_private
 from megapg.communicators.backends import rows_of
-from megapg.communicators.plan import Communicator
+from megapg.communicators.needed import Communicator
 from megapg.errors import OffloadError, UnsupportedOffloadError
 from megapg.ownership.steps import Steps
 from megapg.rendezvous.bounded import bounded

@@ -1,4 +1,4 @@
-"""Decide about every use, and plan the changes of each file."""
+"""Decide about every use, and list the changes of each file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OWNERS = ("collection", "self", "model")  # kinds of carriers that groups_of() 
 
 
 @dataclass
-class FilePlan:
+class FileChanges:
     """The changes of one file."""
 
     runtime: Runtime
@@ -48,12 +48,12 @@ class FilePlan:
 
 
 @dataclass
-class Plan:
+class Decisions:
     """What is decided."""
 
     served: list[Served] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
-    files: dict[Path, FilePlan] = field(default_factory=dict)
+    files: dict[Path, FileChanges] = field(default_factory=dict)
     roots: list[Root] = field(default_factory=list)
 
 
@@ -77,8 +77,8 @@ class _Request:
     needs: tuple[str, ...]
 
 
-class Planner:
-    """Makes the plan of a project.
+class Decider:
+    """Makes the decisions for a project.
 
     Args:
         project: the files.
@@ -112,15 +112,15 @@ class Planner:
             for each in everything[path].uses
             if each.use.kind is Kind.ASSIGNED
         }
-        self._plan = Plan()
+        self._decisions = Decisions()
         self._shared: set[tuple[Path, Span]] = set()  # served by the variable of their function
         self._sharing: set[tuple[Path, str]] = set()  # functions with such a variable
         self._resolving: set[tuple[Path, str]] = set()  # functions with ``resolve(pg_collection)``
         self._uses: dict[Node, int] = defaultdict(int)  # served by a node's parameter
         self._alone: dict[Node, int] = defaultdict(int)  # served by the globals alone
 
-    def plan(self) -> Plan:
-        """Return the plan."""
+    def decide(self) -> Decisions:
+        """Return the decisions."""
         found = [
             self._choose(path, found)
             for path in self._everything
@@ -131,10 +131,10 @@ class Planner:
         choices = []
         for each in found:
             if isinstance(each, Left):
-                self._plan.left.append(each)
+                self._decisions.left.append(each)
             elif (each.path, each.found.root) in patched:
                 left = Left(each.found.use, "assigned", "another file replaces the getter")
-                self._plan.left.append(left)
+                self._decisions.left.append(left)
             else:
                 choices.append(each)
         wanted: dict[Node, list[tuple[str, ...]]] = defaultdict(list)
@@ -156,7 +156,7 @@ class Planner:
         for choice in choices:
             node = choice.carrier.node
             if choice.answer.takes is Takes.OPTIONAL and node not in {None, *threads.taking}:
-                self._plan.left.append(Left(choice.found.use, "lifecycle", _WHETHER))
+                self._decisions.left.append(Left(choice.found.use, "lifecycle", _WHETHER))
             else:
                 self._serve(choice, threads)
         for edge, needs in threads.passing():
@@ -165,10 +165,10 @@ class Planner:
             self._take(node)
         self._find_unused()
         self._rename_patched()
-        self._plan.roots = find_roots(
+        self._decisions.roots = find_roots(
             self._project, self._carriers, threads, self._uses, self._alone
         )
-        return self._plan
+        return self._decisions
 
     def _patched(self, found: Sequence[Choice | Left]) -> set[tuple[Path, str]]:
         """Return the names of getters in modules whose replacement the new code would not see.
@@ -191,7 +191,7 @@ class Planner:
 
     def _find_unused(self) -> None:
         """Note the imports of which every use is replaced."""
-        for path, file in self._plan.files.items():
+        for path, file in self._decisions.files.items():
             facts = self._everything[path]
             others = {e.parts[0] for e in self._replaced if e.module == path and e.span is None}
             replaced = Counter(e.root for e in facts.uses if e.use.span in file.replaced)
@@ -200,7 +200,7 @@ class Planner:
 
     def _rename_patched(self) -> None:
         for each in self._replaced:
-            file = self._plan.files.get(each.module)
+            file = self._decisions.files.get(each.module)
             if each.span is not None and file is not None and each.parts[0] in file.unused:
                 name = f"{PARALLEL_STATE}.{each.getter}".rstrip(".")
                 self._file(each.path).replaced[each.span] = f'"{name}"'
@@ -290,9 +290,9 @@ class Planner:
         if '"' in choice.found.where.quotes:
             text = text.replace('"', "'")
         file.replaced[use.span] = text
-        self._plan.served.append(Served(use, how, text))
+        self._decisions.served.append(Served(use, how, text))
 
-    def _text(self, choice: Choice, file: FilePlan) -> str:
+    def _text(self, choice: Choice, file: FileChanges) -> str:
         """Return the new expression of a use."""
         carrier, answer, runtime = choice.carrier, choice.answer, file.name
         if answer.takes is Takes.OPTIONAL:
@@ -356,8 +356,8 @@ class Planner:
             statement = f"if {file.name}.was_passed({PARAMETER}):\n    {keep}\n"
             file.statements[function.span].insert(0, statement)
 
-    def _file(self, path: Path) -> FilePlan:
-        if path not in self._plan.files:
+    def _file(self, path: Path) -> FileChanges:
+        if path not in self._decisions.files:
             runtime, data = self._runtime_of(path), self._project.data(path)
             # ``from module import *`` leaves names with an underscore out.
             private = "_" * self._project.is_star_imported(path)
@@ -365,8 +365,8 @@ class Planner:
             getters = name
             if runtime.getters_name != runtime.name:
                 getters = private + _free(runtime.getters_name, runtime.getters_module, data)
-            self._plan.files[path] = FilePlan(runtime, name, getters)
-        return self._plan.files[path]
+            self._decisions.files[path] = FileChanges(runtime, name, getters)
+        return self._decisions.files[path]
 
 
 def _arguments(expression: str, needs: tuple[str, ...]) -> str:

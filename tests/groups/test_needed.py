@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks import backends
 from megapg.communicators.backends import BACKENDS
-from megapg.communicators.options import CommunicatorOptions
-from megapg.communicators.plan import Recipe, communicators, families
+from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.needed import Recipe, communicators, families
 from megapg.layout import ParallelLayout
 
 
