@@ -15,14 +15,12 @@ if TYPE_CHECKING:
     from megapg import launch as launch
     from megapg import megatron as megatron
     from megapg import testing as testing
-    from megapg.checkpoint.background import CheckpointSave
-    from megapg.checkpoint.directory import CheckpointInfo, latest, list_checkpoints
-    from megapg.checkpoint.load import LoadedCheckpoint, load_checkpoint
+    from megapg.checkpoint.directory import latest, list_checkpoints
+    from megapg.checkpoint.load import load_checkpoint
     from megapg.checkpoint.save import save_checkpoint
-    from megapg.collection import Lease, LeaseState, ProcessGroup, ProcessGroupCollection
+    from megapg.collection import ProcessGroupCollection
     from megapg.collection.mesh import from_mesh
     from megapg.communicators.nccl_options import CommunicatorOptions
-    from megapg.communicators.warm_up import HealthReport, WarmUpReport
     from megapg.errors import MegapgError
     from megapg.launch import Launch
     from megapg.layout import ParallelLayout
@@ -39,52 +37,34 @@ if TYPE_CHECKING:
         to_megatron,
         was_passed,
     )
-    from megapg.ownership.opening import LayoutSizes
-    from megapg.ownership.rebind import Rebound
     from megapg.ownership.session import Session
     from megapg.ownership.suspend_several import resume, suspend
-    from megapg.ownership.suspension import OffloadReport
     from megapg.rendezvous.shared_store import SharedStore
     from megapg.rl.joint import JointGroup, joint_group
-    from megapg.rl.joint_meeting import Invitation
-    from megapg.rl.refit.exchange import Refit, RefitReport
+    from megapg.rl.refit.exchange import Refit
     from megapg.rl.refit.llama import llama_names
     from megapg.rl.refit.moves import Part
     from megapg.rl.refit.of_model import slices_of
     from megapg.rl.refit.slices import Slice, Slices
     from megapg.rl.turns import Turn, on_session
-    from megapg.rng import RngState, capture_rng_state, fork_rng, restore_rng_state, seed_all
+    from megapg.rng import capture_rng_state, fork_rng, restore_rng_state, seed_all
 
 __version__ = "0.2.0"
 
 _HOMES = {
-    "CheckpointInfo": "megapg.checkpoint.directory",
-    "CheckpointSave": "megapg.checkpoint.background",
     "CommunicatorOptions": "megapg.communicators.nccl_options",
     "Launch": "megapg.launch",
-    "HealthReport": "megapg.communicators.warm_up",
-    "Invitation": "megapg.rl.joint_meeting",
     "JointGroup": "megapg.rl.joint",
-    "LayoutSizes": "megapg.ownership.opening",
-    "Lease": "megapg.collection",
-    "LeaseState": "megapg.collection",
-    "LoadedCheckpoint": "megapg.checkpoint.load",
     "MegapgError": "megapg.errors",
-    "OffloadReport": "megapg.ownership.suspension",
     "ParallelLayout": "megapg.layout",
-    "ProcessGroup": "megapg.collection",
     "ProcessGroupCollection": "megapg.collection",
     "Part": "megapg.rl.refit.moves",
-    "Rebound": "megapg.ownership.rebind",
     "Refit": "megapg.rl.refit.exchange",
-    "RefitReport": "megapg.rl.refit.exchange",
-    "RngState": "megapg.rng",
     "Session": "megapg.ownership.session",
     "SharedStore": "megapg.rendezvous.shared_store",
     "Slice": "megapg.rl.refit.slices",
     "Slices": "megapg.rl.refit.slices",
     "Turn": "megapg.rl.turns",
-    "WarmUpReport": "megapg.communicators.warm_up",
     "allow_global_reads": "megapg.megatron",
     "capture_rng_state": "megapg.rng",
     "fork_rng": "megapg.rng",
@@ -117,33 +97,19 @@ _HOMES = {
 _SUBMODULES = ("errors", "launch", "megatron", "testing")
 
 __all__ = [
-    "CheckpointInfo",
-    "CheckpointSave",
     "CommunicatorOptions",
-    "HealthReport",
-    "Invitation",
     "JointGroup",
     "Launch",
-    "LayoutSizes",
-    "Lease",
-    "LeaseState",
-    "LoadedCheckpoint",
     "MegapgError",
-    "OffloadReport",
     "ParallelLayout",
     "Part",
-    "ProcessGroup",
     "ProcessGroupCollection",
-    "Rebound",
     "Refit",
-    "RefitReport",
-    "RngState",
     "Session",
     "SharedStore",
     "Slice",
     "Slices",
     "Turn",
-    "WarmUpReport",
     "allow_global_reads",
     "capture_rng_state",
     "fork_rng",

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from megapg.megatron import getters
-    from megapg.megatron.adopting.adopted import Adopted, AdoptedReport, Leftover, adopt
-    from megapg.megatron.adopting.creations import Recording, record_initialize
+    from megapg.megatron.adopting.adopted import adopt
+    from megapg.megatron.adopting.creations import record_initialize
     from megapg.megatron.arguments import session_arguments
-    from megapg.megatron.compare import Comparison, Disagreement, compare_with_globals
+    from megapg.megatron.compare import compare_with_globals
     from megapg.megatron.convert import from_megatron as from_megatron
     from megapg.megatron.convert import from_parallel_state as from_parallel_state
     from megapg.megatron.convert import schedule_collection
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from megapg.megatron.watching.contradiction import allow_global_reads as allow_global_reads
     from megapg.megatron.watching.forbid import forbid_global_reads
     from megapg.megatron.watching.guard import guard as guard
-    from megapg.megatron.watching.trace import GlobalRead, Trace, trace_global_reads
+    from megapg.megatron.watching.trace import trace_global_reads
     from megapg.ownership.opening import open_sessions as open_sessions
     from megapg.ownership.opening import session as session
 
@@ -50,15 +50,7 @@ if TYPE_CHECKING:
 
 # Loaded at first use: a session needs few of them.
 _HOMES = {
-    "Adopted": "megapg.megatron.adopting.adopted",
-    "AdoptedReport": "megapg.megatron.adopting.adopted",
-    "Comparison": "megapg.megatron.compare",
-    "Disagreement": "megapg.megatron.compare",
     "GlobalGroups": "megapg.megatron.reading.global_groups",
-    "GlobalRead": "megapg.megatron.watching.trace",
-    "Leftover": "megapg.megatron.adopting.adopted",
-    "Recording": "megapg.megatron.adopting.creations",
-    "Trace": "megapg.megatron.watching.trace",
     "adopt": "megapg.megatron.adopting.adopted",
     "allow_global_reads": "megapg.megatron.watching.contradiction",
     "check_embeddings": "megapg.megatron.embeddings",
@@ -96,15 +88,7 @@ _HOMES = {
 }
 
 __all__ = [
-    "Adopted",
-    "AdoptedReport",
-    "Comparison",
-    "Disagreement",
     "GlobalGroups",
-    "GlobalRead",
-    "Leftover",
-    "Recording",
-    "Trace",
     "adopt",
     "check_embeddings",
     "compare_with_globals",

@@ -18,21 +18,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megapg.testing.cpu import megatron_on_cpu
-    from megapg.testing.distributed import Ranks, preloaded, run_distributed
+    from megapg.testing.distributed import preloaded, run_distributed
     from megapg.testing.fake import fake_collection
     from megapg.testing.strict import refuse_closed_groups
-    from megapg.testing.traffic import Collective, Traffic, count_traffic
+    from megapg.testing.traffic import count_traffic
     from megapg.tools.parity.entry import parity
-    from megapg.tools.parity.parity_report import Cell, LayoutReport, ParityReport
 
 # Loaded at first use: the pytest plugin in this package must cost nothing if it has no work.
 _HOMES = {
-    "Cell": "megapg.tools.parity.parity_report",
-    "Collective": "megapg.testing.traffic",
-    "LayoutReport": "megapg.tools.parity.parity_report",
-    "ParityReport": "megapg.tools.parity.parity_report",
-    "Ranks": "megapg.testing.distributed",
-    "Traffic": "megapg.testing.traffic",
     "count_traffic": "megapg.testing.traffic",
     "fake_collection": "megapg.testing.fake",
     "megatron_on_cpu": "megapg.testing.cpu",
@@ -43,12 +36,6 @@ _HOMES = {
 }
 
 __all__ = [
-    "Cell",
-    "Collective",
-    "LayoutReport",
-    "ParityReport",
-    "Ranks",
-    "Traffic",
     "count_traffic",
     "fake_collection",
     "megatron_on_cpu",

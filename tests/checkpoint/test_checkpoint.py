@@ -17,8 +17,9 @@ import torch.distributed as dist
 from resuming import RUN, Schedule, Training, cut, distributed, equal, sizes, weights
 
 import megapg
-from megapg import LoadedCheckpoint, ProcessGroupCollection
+from megapg import ProcessGroupCollection
 from megapg.checkpoint.contents import read_contents
+from megapg.checkpoint.load import LoadedCheckpoint
 from megapg.checkpoint.writer import write_items
 from megapg.errors import (
     CheckpointError,

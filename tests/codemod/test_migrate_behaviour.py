@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from migrated_core import Case, Contrast, Trained
 
-from megapg.megatron import GlobalRead
+from megapg.megatron.watching.trace import GlobalRead
 from megapg.testing import megatron_on_cpu, run_distributed
 from megapg.tools.demo.job import GPTRun, TrainingResult
 

@@ -21,8 +21,8 @@ from processes import captured
 from typer.testing import CliRunner
 
 import megapg
-from megapg.megatron import GlobalRead
 from megapg.megatron.core import installed_version
+from megapg.megatron.watching.trace import GlobalRead
 from megapg.testing import run_distributed
 from megapg.tools.cli import app
 from megapg.tools.demo import ranks

@@ -33,7 +33,8 @@ WELL_TYPED = """
         resolves,
         session_arguments,
     )
-    from megapg.testing import ParityReport, fake_collection, parity, run_distributed
+    from megapg.testing import fake_collection, parity, run_distributed
+    from megapg.tools.parity.parity_report import ParityReport
 
 
     @resolves(needs=("tp", "pp"))

@@ -11,7 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from megapg.megatron.core import installed_version
-from megapg.testing import Ranks
+from megapg.testing.distributed import Ranks
 
 HERE = Path(__file__).parent
 PRELOAD = ("settled", "corpus_ranks")

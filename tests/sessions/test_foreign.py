@@ -17,6 +17,7 @@ from fault_driver import Forge
 
 import megapg
 from megapg.errors import RendezvousError
+from megapg.rl.joint_meeting import Invitation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -161,7 +162,7 @@ def test_vllm_exchanges_objects_over_a_shared_store(address):
     imported = ("pyzmq", "27.3.0"), ("regex", "2026.11.19"), ("urllib3", "2.8.0")
     needed = [str(unpacked(*each)) for each in imported]
     host, _, port = address.removeprefix("tcp://").partition(":")
-    invitation = megapg.Invitation(host, int(port), 0, 3, "", "")
+    invitation = Invitation(host, int(port), 0, 3, "", "")
     with Foreign("vllm", tree, 3, PYTHONPATH=os.pathsep.join(needed)) as ranks:
         ranks.invite(invitation)
         assert ranks.said() == [["from rank 0", [0, 1, 2], False]] * 3

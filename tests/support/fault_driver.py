@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ports import free_port
 
-from megapg.testing import Ranks
+from megapg.testing.distributed import Ranks
 
 PRELOAD = (
     "megapg.tools.demo.gpt",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megapg.testing import Ranks
+from megapg.testing.distributed import Ranks
 
 
 def _host(said, port):

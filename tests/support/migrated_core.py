@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import megapg
-from megapg.megatron import GlobalRead, trace_global_reads
+from megapg.megatron import trace_global_reads
+from megapg.megatron.watching.trace import GlobalRead
 from megapg.migrate.config import Config, parse_versions
 from megapg.migrate.engine import migrate
 from megapg.migrate.migration import Migration

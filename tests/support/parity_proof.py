@@ -12,7 +12,8 @@ from parity_layouts import SOUND
 from parity_upstream import FINDINGS
 
 from megapg.errors import ParityInputError
-from megapg.testing import Cell, LayoutReport, parity
+from megapg.testing import parity
+from megapg.tools.parity.parity_report import Cell, LayoutReport
 
 MODULES = ("parity_faults", "parity_upstream")
 

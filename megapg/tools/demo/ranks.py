@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 import megapg
 from megapg import torch_private
-from megapg.megatron import GlobalRead, trace_global_reads
+from megapg.megatron import trace_global_reads
+from megapg.megatron.watching.trace import GlobalRead
+from megapg.ownership.opening import LayoutSizes
 from megapg.testing import megatron_on_cpu
 from megapg.tools.demo.job import Checkpoints, GPTRun, TrainingResult
 
@@ -99,7 +101,7 @@ def _trainer() -> Callable[..., TrainingResult]:
     return train
 
 
-def _sizes(run: GPTRun) -> megapg.LayoutSizes:
+def _sizes(run: GPTRun) -> LayoutSizes:
     return {
         "tp": run.tp,
         "pp": run.pp,

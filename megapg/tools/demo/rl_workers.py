@@ -23,6 +23,7 @@ import megapg
 from megapg import errors
 from megapg.launch import Launch
 from megapg.rl.joint import JointGroup
+from megapg.rl.refit.exchange import RefitReport
 from megapg.tools.demo.job import GPTRun, library_text
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class _Worker:
         self._refit = megapg.Refit(self._joint.group, gives=gives, takes=takes)
         return self._joint.generation
 
-    def refit(self) -> megapg.RefitReport:
+    def refit(self) -> RefitReport:
         """Move the actor's weights from the trainers to the rollouts."""
         return self._refit.run()
 

@@ -17,14 +17,16 @@ from rich.text import Text
 
 from megapg.launch.environment import overridden
 from megapg.layout import Field, ParallelLayout
-from megapg.megatron import GlobalRead
 from megapg.megatron.core import version_text
-from megapg.testing import ParityReport, Ranks, parity, preloaded
+from megapg.megatron.watching.trace import GlobalRead
+from megapg.testing import parity, preloaded
+from megapg.testing.distributed import Ranks
 from megapg.tools.demo.job import Checkpoints, GPTRun, library_text
 from megapg.tools.demo.ranks import RankReport, on_a_session, on_globals
 from megapg.tools.demo.recut import cut, recut, sizes_for_parity
 from megapg.tools.demo.verdict import Row, judge, judge_parity, judge_resumed, reads_of
 from megapg.tools.parity.entry import ON_CPUS
+from megapg.tools.parity.parity_report import ParityReport
 from megapg.tools.plan import load_cluster
 from megapg.tools.plan.overview import DEFAULT_CLUSTER
 from megapg.tools.plan.picture import draw_picture

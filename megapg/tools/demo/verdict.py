@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 
-from megapg.megatron import GlobalRead
 from megapg.megatron.watching.forbid import is_below
-from megapg.megatron.watching.trace import summed
-from megapg.testing import ParityReport
+from megapg.megatron.watching.trace import GlobalRead, summed
 from megapg.tools.demo.job import TrainingResult
 from megapg.tools.demo.ranks import RankReport, Usage
+from megapg.tools.parity.parity_report import ParityReport
 
 CORE = "megatron.core"  # no argument can prevent its own reads
 
