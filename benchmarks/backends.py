@@ -11,7 +11,7 @@ from dataclasses import fields
 
 from benchmarks.table import Options, Table
 from megapg.communicators.backends import BACKENDS, Backend
-from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.communicator_options import CommunicatorOptions
 from megapg.communicators.needed import Recipe, communicators, families
 from megapg.errors import UnsupportedOptionError
 from megapg.layout import ParallelLayout

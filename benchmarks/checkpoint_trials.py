@@ -45,9 +45,9 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import megapg
 from megapg.checkpoint import optimizer as optimizers
-from megapg.checkpoint import rng_records
+from megapg.checkpoint import rng_entries
+from megapg.checkpoint.can_reshard import OptimizerSharding
 from megapg.checkpoint.directory import iteration_name
-from megapg.checkpoint.reshard import OptimizerSharding
 from megapg.checkpoint.restore import restore
 from megapg.checkpoint.state import gather_parameters, load_model, model_state, prepare_parameters
 from megapg.rng import capture_rng_state
@@ -185,7 +185,7 @@ def _sharded(job: _Job, metadata: dict[str, Any], *, is_loading: bool) -> dict[s
     state["optimizer"] = job.optimizer.sharded_state_dict(
         state, is_loading=is_loading, metadata=live
     )
-    [state["rng_state"]] = rng_records.entries(capture_rng_state(job.pg), job.pg, ("per_tp_pp",))
+    [state["rng_state"]] = rng_entries.entries(capture_rng_state(job.pg), job.pg, ("per_tp_pp",))
     return state
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megapg.checkpoint.save import save_checkpoint
     from megapg.collection import ProcessGroupCollection
     from megapg.collection.mesh import from_mesh
-    from megapg.communicators.nccl_options import CommunicatorOptions
+    from megapg.communicators.communicator_options import CommunicatorOptions
     from megapg.errors import MegapgError
     from megapg.launch import Launch
     from megapg.layout import ParallelLayout
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _HOMES = {
-    "CommunicatorOptions": "megapg.communicators.nccl_options",
+    "CommunicatorOptions": "megapg.communicators.communicator_options",
     "Launch": "megapg.launch",
     "JointGroup": "megapg.rl.joint",
     "MegapgError": "megapg.errors",

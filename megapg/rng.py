@@ -206,7 +206,7 @@ class RandomStreams:
 # -- for the checkpoint ------------------------------------------------------------------------
 
 
-def replicas(pg: ProcessGroupCollection | ParallelLayout) -> Field:
+def replica_field(pg: ProcessGroupCollection | ParallelLayout) -> Field:
     """Return the field of all replicas of a pipeline and tensor rank.
 
     ``dp_cp``, or if weights are sharded (gtp_remat), the field that includes those ranks.

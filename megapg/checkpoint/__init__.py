@@ -3,8 +3,8 @@
 Everyday use is :func:`megapg.save_checkpoint` and :func:`megapg.load_checkpoint`. The modules, in
 the order in which data flows:
 
-* ``state``, ``optimizer``, ``restore``, ``step_count``, ``param_groups``, ``rng_layouts``,
-  ``rng_records``: the contents of a checkpoint;
+* ``state``, ``optimizer``, ``restore``, ``step_count``, ``param_groups``, ``rng_keys``,
+  ``rng_entries``: the contents of a checkpoint;
 * ``planning``: the entries that this rank writes or reads;
 * ``writer``, ``commit``, ``manifest``: files, their final names, their checksums;
 * ``save`` and ``background``, ``load``: the two functions, and saves in the background;

@@ -25,6 +25,7 @@ from megapg import errors
 from megapg.checkpoint import optimizer as optimizers
 from megapg.checkpoint import scheduler as schedulers
 from megapg.checkpoint.background import Saves
+from megapg.checkpoint.can_reshard import check_reshard
 from megapg.checkpoint.choice import (
     OF_THE_CHECKPOINT,
     Changes,
@@ -37,10 +38,9 @@ from megapg.checkpoint.directory import RELEASE
 from megapg.checkpoint.entries import is_of_optimizer
 from megapg.checkpoint.param_groups import fit
 from megapg.checkpoint.planning import Loading, State
-from megapg.checkpoint.reshard import check_reshard
 from megapg.checkpoint.restore import reload_weights, restore
-from megapg.checkpoint.rng_layouts import KEY, detect
-from megapg.checkpoint.rng_records import ALIKE, RngReport, groups_for, record_for_this_rank
+from megapg.checkpoint.rng_entries import ALIKE, RngReport, record_for_this_rank
+from megapg.checkpoint.rng_keys import KEY, detect
 from megapg.checkpoint.state import (
     KNOWN,
     RANK_EXTRA,
@@ -56,7 +56,7 @@ from megapg.checkpoint.state import (
     showing,
     vocabularies_of,
 )
-from megapg.checkpoint.team import exchanging, joint_work, layout_of
+from megapg.checkpoint.team import exchanging, groups_for, joint_work, layout_of
 from megapg.checkpoint.verify import verify as verify_files
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import (
@@ -67,8 +67,8 @@ from megapg.errors import (
 )
 from megapg.layout import ParallelLayout
 from megapg.megatron.core import MegatronCollection, core_version
+from megapg.rendezvous.error_texts import brief
 from megapg.rendezvous.joint_work import JointWork, OthersFailedError
-from megapg.rendezvous.problems import brief
 from megapg.rng import RngState, restore_rng_state
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ it has: a step for each parameter or for each group, states that it scales itsel
 
 The order at load::
 
-    reshard.check_reshard(...)              # from the metadata alone
+    can_reshard.check_reshard(...)          # from the metadata alone
     common = param_groups.fit(optimizer, common)  # the part of the state without tensors
     state = wanted_state(optimizer, model_state, metadata=...)
     ...                                     # read the tensors, merge them with the common part
@@ -38,7 +38,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
-from megapg.checkpoint import pieces
+from megapg.checkpoint import optimizer_pieces as pieces
+from megapg.checkpoint.can_reshard import FORM, OptimizerSharding
 from megapg.checkpoint.param_groups import (
     MASTERS,
     PART_FORM,
@@ -50,11 +51,10 @@ from megapg.checkpoint.param_groups import (
     members_of,
 )
 from megapg.checkpoint.planning import Item
-from megapg.checkpoint.reshard import FORM, OptimizerSharding
 from megapg.checkpoint.step_count import STEP, counts_by_parameter, inners_of, step_of
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointError, UnsupportedOptionError
-from megapg.rng import replicas
+from megapg.rng import replica_field
 
 # -- save and load ---------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ def with_groups(
     form gathers state at a save over gloo groups, which an optimizer on explicit groups does not
     have. On disk it equals the plain form, so the plain form is used here.
     """
-    live = {**(metadata or {}), "dp_cp_group": getattr(pg_collection, replicas(pg_collection))}
+    live = {**(metadata or {}), "dp_cp_group": getattr(pg_collection, replica_field(pg_collection))}
     if live.get("distrib_optim_fully_reshardable_mem_efficient"):
         live["distrib_optim_fully_reshardable_mem_efficient"] = False
     return live

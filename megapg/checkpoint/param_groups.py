@@ -21,7 +21,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 
-from megapg.checkpoint.reshard import WITHOUT
+from megapg.checkpoint.can_reshard import WITHOUT
 from megapg.errors import CheckpointMismatchError, CheckpointSaveError
 
 OptimizerState: TypeAlias = dict[str | int, object]

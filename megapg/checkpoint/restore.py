@@ -9,7 +9,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megapg.checkpoint import pieces
+from megapg.checkpoint import optimizer_pieces as pieces
 from megapg.checkpoint.optimizer import TORCHS_ADAM
 from megapg.checkpoint.param_groups import (
     COMMON_STEP,

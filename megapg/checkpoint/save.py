@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from megapg import __version__
 from megapg.checkpoint import optimizer as optimizers
-from megapg.checkpoint import rng_records
+from megapg.checkpoint import rng_entries
 from megapg.checkpoint.background import CheckpointSave, Saves
+from megapg.checkpoint.can_reshard import OptimizerSharding
 from megapg.checkpoint.commit import Partial, check_keep
 from megapg.checkpoint.directory import (
     COMMON_FILE,
@@ -40,11 +41,10 @@ from megapg.checkpoint.directory import (
     iteration_name,
 )
 from megapg.checkpoint.manifest import PARTIAL, FileSum, write_file, write_manifest
+from megapg.checkpoint.optimizer_pieces import Weights, weights_of
 from megapg.checkpoint.param_groups import leaves_of, merged
-from megapg.checkpoint.pieces import Weights, weights_of
 from megapg.checkpoint.planning import Item, State, merge_plans, partial_keys, plan_save
-from megapg.checkpoint.reshard import OptimizerSharding
-from megapg.checkpoint.rng_layouts import Kind
+from megapg.checkpoint.rng_keys import Kind
 from megapg.checkpoint.safe_torch import load_safely
 from megapg.checkpoint.state import (
     CHECKPOINT_VERSION,
@@ -61,14 +61,14 @@ from megapg.checkpoint.state import (
     prepare_parameters,
     showing,
 )
-from megapg.checkpoint.team import exchanging, joint_work, layout_of, sizes_of
+from megapg.checkpoint.team import exchanging, groups_for, joint_work, layout_of, sizes_of
 from megapg.checkpoint.writer import Memory, write_items
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import CheckpointError, CheckpointSaveError, RendezvousError
 from megapg.layout import ParallelLayout
 from megapg.megatron.core import MegatronCollection, core_version
 from megapg.rendezvous.joint_work import CancelledError, JointWork, OthersFailedError
-from megapg.rng import capture_rng_state, replicas
+from megapg.rng import capture_rng_state, replica_field
 from megapg.torch_private import StorageInfo
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def save_checkpoint(
         MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`.
     """
     core_version()  # older versions have other checkpoints
-    pg = rng_records.groups_for(pg_collection, "save_checkpoint")
+    pg = groups_for(pg_collection, "save_checkpoint")
     if asynchronous and pg is not pg_collection:
         raise CheckpointError(
             "asynchronous=True needs pg_collection=: pass session.groups, or a collection of "
@@ -236,7 +236,7 @@ def save_checkpoint(
                 )
         with exchanging("random streams", team):
             records = capture_rng_state(pg, data_parallel_random_init=data_parallel_random_init)
-        streams = rng_records.entries(records, pg, _LAYOUTS[rng_layout], key=rng_key)
+        streams = rng_entries.entries(records, pg, _LAYOUTS[rng_layout], key=rng_key)
         state |= {f"rng_state {number}": entry for number, entry in enumerate(streams)}
         if rank_extra is not None:
             _serialised(rank_extra, "rank_extra", "rank_extra")
@@ -244,7 +244,8 @@ def save_checkpoint(
             state["rank_extra"] = ShardedObject(RANK_EXTRA, rank_extra, (ranks,), (number,))
         team.agree("state")
         with exchanging("names of tensors", team):
-            items, common = plan_save(state, getattr(pg, replicas(pg)) if fully_parallel else None)
+            sharing = getattr(pg, replica_field(pg)) if fully_parallel else None
+            items, common = plan_save(state, sharing)
         items += weights.items + pieces
         memory = None
         if asynchronous:
@@ -267,7 +268,7 @@ def save_checkpoint(
             if team.leading
             else b"",
             layout=layout_of(pg),
-            streams=rng_records.drawn(records, pg),
+            streams=rng_entries.drawn(records, pg),
             after=saves.newest,
             memory=memory,
             unused=saves.memory,
@@ -299,7 +300,7 @@ class _Work:
     optimizer: bytes  # what this rank knows of the optimizer's common state
     common: bytes
     layout: ParallelLayout | None
-    streams: rng_records.Drawn
+    streams: rng_entries.Drawn
     after: CheckpointSave | None
     memory: Memory | None
     unused: list[Memory]
@@ -357,7 +358,7 @@ class _Work:
         plans: dict[int, list[WriteItem]] = {}
         places: dict[int, list[StorageInfo]] = {}
         sums: dict[str, FileSum] = {}
-        streams: list[rng_records.Drawn] = []
+        streams: list[rng_entries.Drawn] = []
         expected: set[str] = set()
         trained: Counter[str] = Counter()
         optimizers: dict[bytes, int] = {}  # the same on most ranks
@@ -383,7 +384,7 @@ class _Work:
             "version": __version__,
             "iteration": self.iteration,
             "layout": None if self.layout is None else sizes_of(self.layout),
-            rng_records.ALIKE: rng_records.drew_alike(streams),
+            rng_entries.ALIKE: rng_entries.drew_alike(streams),
             PARTIAL: partial_keys(metadata),
         }
         write_manifest(here, sums, about)

@@ -1,4 +1,4 @@
-"""The ranks that take part in a save or load, and the layout of the model."""
+"""The groups and ranks that take part in a save or load, and the layout of the model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ from megapg.errors import (
     SessionError,
 )
 from megapg.layout import Field, ParallelLayout
+from megapg.megatron.core import MegatronCollection
+from megapg.megatron.reading.resolve import require_groups, resolve
 from megapg.ownership.validate import check_waits
+from megapg.rendezvous.error_texts import brief
 from megapg.rendezvous.joint_work import JointWork
-from megapg.rendezvous.problems import brief
 from megapg.rendezvous.store import StoreError
+from megapg.rng import replica_field
 
 _TIMEOUT = 300.0
 """Seconds after which a silent rank counts as lost, for groups without a session."""
@@ -33,6 +36,22 @@ _SIZES = (
 
 # Megatron's orders: its default, and that of --use-tp-pp-dp-mapping.
 _ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
+
+
+_NEEDS: tuple[Field, ...] = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp")
+
+
+def groups_for(
+    pg_collection: ProcessGroupCollection | MegatronCollection | None, owner: str
+) -> ProcessGroupCollection:
+    """Return the groups of a save or load, with all the fields that it reads.
+
+    Raises:
+        MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`. If
+            weights are sharded (gtp_remat), ``dp_cp_gtp_remat`` is needed too.
+    """
+    pg = require_groups(resolve(pg_collection, needs=_NEEDS, owner=owner))
+    return pg.require(replica_field(pg), owner=owner)
 
 
 def joint_work(

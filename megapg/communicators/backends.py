@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megapg import torch_private
+from megapg.communicators.communicator_options import CommunicatorOptions
 from megapg.communicators.lanes import NCCL_LANES
-from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.nccl_options import nccl_options, torchcomms_hints
 from megapg.errors import UnsupportedOptionError
 from megapg.torch_private import Options
 
@@ -66,35 +67,6 @@ def _no_options(where: str, options: CommunicatorOptions) -> None:
         )
 
 
-def _given_to_nccl(where: str, options: CommunicatorOptions) -> dict[str, bool | int | str]:
-    if options.net_name is not None and options.net_name.lower() not in ("ib", "socket"):
-        raise UnsupportedOptionError(
-            f"{where}: net_name={options.net_name!r}; NCCL has 'IB' and 'Socket'."
-        )
-    return options.given()
-
-
-def _nccl_options(where: str, options: CommunicatorOptions) -> dist.ProcessGroupNCCL.Options | None:
-    given = _given_to_nccl(where, options)
-    if not given:
-        return None
-    if not dist.is_nccl_available():
-        raise UnsupportedOptionError(f"{where}: this torch was built without NCCL.")
-    made = dist.ProcessGroupNCCL.Options(
-        is_high_priority_stream=bool(given.pop("is_high_priority_stream", False))
-    )
-    for name, value in given.items():
-        setattr(made.config, name, value)
-    return made
-
-
-def _hints(where: str, options: CommunicatorOptions) -> dict[str, str] | None:
-    """Return the options as torchcomms spells NCCL's configuration."""
-    given = _given_to_nccl(where, options)
-    spelled = {name: str(value).lower() for name, value in given.items() if name != "net_name"}
-    return {**spelled, **({"netName": options.net_name} if options.net_name else {})} or None
-
-
 # The first NCCL that can suspend a communicator. torch must also have been built with it.
 _NCCL_SUSPENDS = (2, 29, 7)
 
@@ -115,7 +87,7 @@ def _nccl_cannot_suspend() -> str:
 
 _NCCL = Backend(
     "nccl",
-    _nccl_options,
+    nccl_options,
     lanes=NCCL_LANES,
     split="on a bound WORLD",
     holds_memory=True,
@@ -125,7 +97,7 @@ _NCCL = Backend(
 # Used for any of torch's backends while TORCH_DISTRIBUTED_USE_TORCHCOMMS is set.
 _TORCHCOMMS = Backend(
     "torchcomms",
-    _hints,
+    torchcomms_hints,
     lanes=NCCL_LANES,
     split="always",
     cannot_suspend=lambda: "torchcomms has no call that suspends a communicator",
@@ -161,7 +133,7 @@ def rows_of(spelling: str) -> list[Backend]:
     rows = [row for row in BACKENDS.values() if row.name in named - {_TORCHCOMMS.name}]
     if rows in ([], [_FAKE]) or not torch_private.on_torchcomms():
         return rows
-    takes_hints = any(row.options is _nccl_options for row in rows)
+    takes_hints = any(row.options is nccl_options for row in rows)
     return [_TORCHCOMMS if takes_hints else replace(_TORCHCOMMS, options=_no_options)]
 
 

@@ -1,36 +1,42 @@
-"""The options of a communicator.
-
-:mod:`megapg.megatron.arguments` reads them from Megatron's file, and
-:mod:`megapg.communicators.backends` passes them to torch.
-"""
+"""A communicator's options in the forms that torch's NCCL and torchcomms take."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import torch.distributed as dist
+
+from megapg.communicators.communicator_options import CommunicatorOptions
+from megapg.errors import UnsupportedOptionError
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommunicatorOptions:
-    """NCCL settings of one field's communicator; None leaves NCCL's own default.
+def _given_to_nccl(where: str, options: CommunicatorOptions) -> dict[str, bool | int | str]:
+    if options.net_name is not None and options.net_name.lower() not in ("ib", "socket"):
+        raise UnsupportedOptionError(
+            f"{where}: net_name={options.net_name!r}; NCCL has 'IB' and 'Socket'."
+        )
+    return options.given()
 
-    The names and meanings are those of Megatron-core's NCCL configuration file.
 
-    Attributes:
-        is_high_priority_stream: run the communication kernels on a high-priority CUDA stream.
-        cga_cluster_size: thread-block clusters a kernel may use (0 to 8).
-        min_ctas: fewest thread blocks a kernel uses.
-        max_ctas: most thread blocks a kernel uses.
-        net_name: network module, ``"IB"`` or ``"Socket"``.
+def nccl_options(where: str, options: CommunicatorOptions) -> dist.ProcessGroupNCCL.Options | None:
+    """Return the options as torch's; None if all are the defaults.
+
+    Raises:
+        UnsupportedOptionError: NCCL has no such network, or torch no NCCL.
     """
+    given = _given_to_nccl(where, options)
+    if not given:
+        return None
+    if not dist.is_nccl_available():
+        raise UnsupportedOptionError(f"{where}: this torch was built without NCCL.")
+    made = dist.ProcessGroupNCCL.Options(
+        is_high_priority_stream=bool(given.pop("is_high_priority_stream", False))
+    )
+    for name, value in given.items():
+        setattr(made.config, name, value)
+    return made
 
-    is_high_priority_stream: bool = False
-    cga_cluster_size: int | None = None
-    min_ctas: int | None = None
-    max_ctas: int | None = None
-    net_name: str | None = None
 
-    def given(self) -> dict[str, bool | int | str]:
-        """Return the settings that differ from the defaults."""
-        return {
-            f.name: v for f in fields(self) if (v := getattr(self, f.name)) not in (None, False)
-        }
+def torchcomms_hints(where: str, options: CommunicatorOptions) -> dict[str, str] | None:
+    """Return the options as torchcomms spells NCCL's configuration."""
+    given = _given_to_nccl(where, options)
+    spelled = {name: str(value).lower() for name, value in given.items() if name != "net_name"}
+    return {**spelled, **({"netName": options.net_name} if options.net_name else {})} or None

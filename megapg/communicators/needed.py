@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import cached_property
 from typing import TypeAlias, cast
 
-from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.communicator_options import CommunicatorOptions
 from megapg.layout import GroupName, ParallelLayout
 
 ALL_GATHER_FIELDS = frozenset({"dp_cp_ag", "expt_dp_ag"})

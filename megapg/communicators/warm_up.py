@@ -25,7 +25,7 @@ import torch.distributed as dist
 from typing_extensions import override
 
 from megapg.communicators.backends import rows_of
-from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.communicator_options import CommunicatorOptions
 from megapg.communicators.needed import Communicator, shortened
 from megapg.communicators.watch import (
     CALLED_OFF,
@@ -38,7 +38,7 @@ from megapg.communicators.watch import (
     told_of,
 )
 from megapg.rendezvous.coordinator import Coordinator
-from megapg.rendezvous.problems import brief
+from megapg.rendezvous.error_texts import brief
 
 # On gloo, connect each pair of up to so many ranks. With more ranks, only pairs that collectives
 # use.

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from megapg.errors import RendezvousError
 from megapg.rendezvous.coordinator import SOON, Coordinator
-from megapg.rendezvous.problems import brief, listed
+from megapg.rendezvous.error_texts import brief, listed
 from megapg.rendezvous.store import StoreError
 
 _T = TypeVar("_T")

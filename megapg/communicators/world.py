@@ -26,7 +26,7 @@ from megapg.communicators.backends import backend_for
 from megapg.errors import LaunchError, RendezvousError, SessionError
 from megapg.launch import Launch, Network, choose_network, detect
 from megapg.launch.environment import overridden
-from megapg.rendezvous.bounded import bounded
+from megapg.rendezvous.call_in_thread import bounded
 from megapg.rendezvous.job_store import job_store
 from megapg.rendezvous.rendezvous import Rendezvous
 from megapg.rendezvous.store import Store, host_of

@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
-from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.communicator_options import CommunicatorOptions
 from megapg.communicators.needed import ALL_GATHER_FIELDS
 from megapg.errors import UnsupportedOptionError
 from megapg.layout import EmbeddingRanks, Field, Fields

@@ -32,7 +32,7 @@ from megapg.ownership import dead_ranks, hints, suspension
 from megapg.ownership.steps import Steps
 from megapg.ownership.suspension import How
 from megapg.rendezvous.coordinator import Coordinator
-from megapg.rendezvous.problems import ALONE, brief, culprits, of_a_communicator, told
+from megapg.rendezvous.error_texts import ALONE, brief, culprits, of_a_communicator, told
 
 logger = logging.getLogger(__name__)
 

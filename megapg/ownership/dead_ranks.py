@@ -13,7 +13,7 @@ from megapg.collection import ProcessGroup
 from megapg.communicators.needed import Communicator
 from megapg.launch.signals import SignalExit
 from megapg.rendezvous.coordinator import Coordinator
-from megapg.rendezvous.problems import first, told
+from megapg.rendezvous.error_texts import first, told
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import TypedDict, Unpack, cast
 import torch.distributed as dist
 
 from megapg.communicators.backends import backend_for
-from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.communicator_options import CommunicatorOptions
 from megapg.communicators.needed import Recipe
 from megapg.communicators.world import World, create_world, current_world, fake_world, refuse
 from megapg.errors import SessionError

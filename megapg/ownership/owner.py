@@ -28,7 +28,7 @@ from megapg.ownership.holders import References
 from megapg.ownership.steps import Steps, together
 from megapg.ownership.suspension import How, OffloadReport, Usage
 from megapg.ownership.validate import check_waits
-from megapg.rendezvous.problems import brief
+from megapg.rendezvous.error_texts import brief
 
 if TYPE_CHECKING:
     from megapg.ownership.rebind import Rebound

@@ -24,7 +24,7 @@ from megapg.collection import (
 from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.addresses import AddressBook
 from megapg.communicators.backends import backend_for
-from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.communicator_options import CommunicatorOptions
 from megapg.communicators.needed import (
     Communicator,
     Recipe,

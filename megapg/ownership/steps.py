@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from megapg.errors import OffloadError, TeardownError, UnsupportedOffloadError
+from megapg.rendezvous.error_texts import brief, with_note
 from megapg.rendezvous.joint_work import OthersFailedError
-from megapg.rendezvous.problems import brief, with_note
 
 
 class NotAllWellError(Exception):

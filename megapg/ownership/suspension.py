@@ -30,7 +30,7 @@ from megapg.communicators.backends import rows_of
 from megapg.communicators.needed import Communicator
 from megapg.errors import OffloadError, UnsupportedOffloadError
 from megapg.ownership.steps import Steps
-from megapg.rendezvous.bounded import bounded
+from megapg.rendezvous.call_in_thread import bounded
 
 How: TypeAlias = Literal["suspend", "recreate", "recreate world"]
 """The ways; see the module's docstring."""

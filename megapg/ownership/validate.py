@@ -11,7 +11,7 @@ import torch
 
 from megapg import torch_private
 from megapg.communicators.backends import backend_for
-from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.communicator_options import CommunicatorOptions
 from megapg.communicators.needed import ALL_GATHER_FIELDS, COMPANION, Recipe, created_fields
 from megapg.communicators.world import World
 from megapg.errors import SessionError, UnknownFieldError, UnsupportedOptionError

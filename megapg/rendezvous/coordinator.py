@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing_extensions import override
 
 from megapg.errors import RendezvousError
-from megapg.rendezvous.problems import listed, of_a_communicator
+from megapg.rendezvous.error_texts import listed, of_a_communicator
 from megapg.rendezvous.rendezvous import Agreement, Rendezvous
 from megapg.rendezvous.store import LEAST, StoreError
 

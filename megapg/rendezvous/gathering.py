@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from megapg.rendezvous.error_texts import ALONE, LISTED, THE_STORE, RankNames, with_note
 from megapg.rendezvous.hello import DIED, STAY, Hello, Hellos, fate
-from megapg.rendezvous.problems import ALONE, LISTED, THE_STORE, RankNames, with_note
 from megapg.rendezvous.store import Store, StoreError, batches
 
 # Seconds that a follower waits for the leader beyond the deadline, as the leader's error says more.

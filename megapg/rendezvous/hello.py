@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from megapg.errors import RendezvousError, SessionError
-from megapg.rendezvous.problems import BY_NUMBER, RankNames, brief, listed
+from megapg.rendezvous.error_texts import BY_NUMBER, RankNames, brief, listed
 from megapg.rendezvous.store import Store, StoreError
 
 # Seconds for which the host of the store keeps it up at exit after a failure.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megapg import torch_private
 from megapg.errors import LaunchError, RendezvousError
 from megapg.launch import Launch
-from megapg.rendezvous.bounded import bounded
+from megapg.rendezvous.call_in_thread import bounded
 from megapg.rendezvous.store import Host, Store, StoreError
 
 # Connections to the stores of jobs, by (address, port). They outlive sessions: ranks close at

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from megapg.errors import MegapgError, RendezvousError
-from megapg.rendezvous.problems import brief, culprits, told
+from megapg.rendezvous.error_texts import brief, culprits, told
 from megapg.rendezvous.rendezvous import Rendezvous
 from megapg.rendezvous.store import Store, StoreError, batches
 

@@ -25,9 +25,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megapg.errors import LayoutMismatchError, RendezvousError, SessionError
+from megapg.rendezvous.different_settings import differences_in, text_of
+from megapg.rendezvous.error_texts import BY_NUMBER, RankNames, brief, told
 from megapg.rendezvous.gathering import GRACE, LARGE, MANY, PAUSE, Gathering, by_rank, by_word
 from megapg.rendezvous.hello import CHANGES, STAY, Hello, Hellos, runs_here
-from megapg.rendezvous.problems import BY_NUMBER, RankNames, brief, told
 from megapg.rendezvous.store import Store, StoreError, batches
 from megapg.rendezvous.waiting import WaitingList
 
@@ -245,7 +246,7 @@ class Rendezvous(Gathering):
                 # Late ranks need not wait either.
                 self._hellos.say(missing=missing)
                 self._hellos.leave("declined", RendezvousError(verdict.problem))
-        elif differences := _differences(arrived):
+        elif differences := differences_in(arrived):
             verdict = self._mismatch(differences)
         else:
             highest = max(hello.generation for hello in arrived.values())
@@ -343,7 +344,7 @@ class Rendezvous(Gathering):
     def _mismatch(self, differences: Mapping[str, Mapping[int, str]]) -> _Verdict:
         said = {name: by_word(values) for name, values in differences.items()}
         return _Verdict(
-            problem=_mismatch(self._name, differences, self._hellos.names), differences=said
+            problem=text_of(self._name, differences, self._hellos.names), differences=said
         )
 
 
@@ -408,29 +409,3 @@ class _Arrivals:
         """True if the hello is of a failed attempt, whose verdict the rank has yet to read."""
         later = hello.attempt != self._said.mine.attempt
         return later and self._store.check([f"verdict/{hello.nonce}"])
-
-
-def _differences(hellos: Mapping[int, Hello]) -> dict[str, dict[int, str]]:
-    """Return setting -> {rank: value} for every setting that differs between ranks."""
-    # Keep the given order: settings that depend on others come after them.
-    names = dict.fromkeys(name for hello in hellos.values() for name in hello.settings or {})
-    found = {}
-    for name in names:
-        values = {r: (h.settings or {}).get(name, "not set") for r, h in hellos.items()}
-        if len(set(values.values())) > 1:
-            found[name] = values
-    return found
-
-
-def _mismatch(name: str, differences: Mapping[str, Mapping[int, str]], names: RankNames) -> str:
-    lines = []
-    for setting, values in differences.items():
-        by_value: dict[str, list[int]] = {}
-        for rank, value in values.items():
-            by_value.setdefault(value, []).append(rank)
-        said = [f"{value} on {names.several(ranks)}" for value, ranks in by_value.items()]
-        lines.append(f"{setting} is {'; '.join(said)}")
-    return (
-        f"{name!r}: the ranks came with different settings: {'. '.join(lines)}. Give every rank "
-        "the same arguments."
-    )

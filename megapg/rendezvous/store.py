@@ -1,7 +1,7 @@
 """Client of a store: each call has a deadline, and errors name the host.
 
 torch's stores have no deadlines. If the store's host is frozen or cut off, a call blocks in C++ for
-as long as TCP keeps the connection. See :mod:`~megapg.rendezvous.bounded` for the consequences.
+as long as TCP keeps the connection. :mod:`~megapg.rendezvous.call_in_thread` says what follows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megapg import torch_private
 from megapg.errors import RendezvousError
 from megapg.rendezvous import sockets
-from megapg.rendezvous.bounded import Call, Worker, keep_a_thread
+from megapg.rendezvous.call_in_thread import Call, Worker, keep_a_thread
 
 _T = TypeVar("_T")
 

@@ -29,14 +29,14 @@ from megapg import torch_private
 from megapg.collection import LeaseState, ProcessGroup
 from megapg.communicators import create as communicators_of_torch
 from megapg.communicators.backends import backend_for
-from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.communicator_options import CommunicatorOptions
 from megapg.communicators.warm_up import HealthReport
 from megapg.errors import RendezvousError, SessionError, UnsupportedOptionError
 from megapg.ownership import suspension
 from megapg.ownership.closing import explain
 from megapg.ownership.dead_ranks import of_torch
 from megapg.ownership.validate import check_waits
-from megapg.rendezvous.problems import culprits, told
+from megapg.rendezvous.error_texts import culprits, told
 from megapg.rendezvous.shared_store import SharedStore, connected
 from megapg.rl.foreign import admit, check_foreign
 from megapg.rl.joint_meeting import (

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing_extensions import override
 
 from megapg.errors import LayoutError
-from megapg.rendezvous.problems import RankNames, first
+from megapg.rendezvous.error_texts import RankNames, first
 
 
 class Sides(RankNames):

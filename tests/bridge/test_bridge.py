@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.schedules import (
 from megatron.core.process_groups_config import ProcessGroupCollection as CoreCollection
 
 from megapg.collection import ProcessGroupCollection
-from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.communicator_options import CommunicatorOptions
 from megapg.errors import MissingGroupError, UnsupportedOptionError
 from megapg.layout import FIELDS
 from megapg.megatron import (

@@ -36,7 +36,7 @@ from steps import Steps
 from two_layers import Layers
 
 import megapg
-from megapg.checkpoint import pieces
+from megapg.checkpoint import optimizer_pieces as pieces
 from megapg.checkpoint import save as save_module
 from megapg.checkpoint.commit import ROOT_LOCK
 from megapg.checkpoint.verify import verify

@@ -37,13 +37,13 @@ from two_layers import Layers
 from xxhash import xxh3_64, xxh3_128
 
 import megapg
-from megapg.checkpoint import archive, optimizer, rng_records
+from megapg.checkpoint import archive, optimizer, rng_entries
 from megapg.checkpoint.commit import Partial
 from megapg.checkpoint.contents import layout_of_checkpoint, read_contents
 from megapg.checkpoint.directory import TRACKER, find, latest, list_checkpoints
 from megapg.checkpoint.entries import end_of, flaw
 from megapg.checkpoint.manifest import MANIFEST_FILE, read_manifest, sum_of, write_manifest
-from megapg.checkpoint.pieces import boxes
+from megapg.checkpoint.optimizer_pieces import boxes
 from megapg.checkpoint.planning import shard
 from megapg.checkpoint.state import model_state
 from megapg.checkpoint.verify import verify
@@ -150,7 +150,7 @@ def save_with_megatron(job, root, iteration):
     live = optimizer.with_groups(metadata, job.pg)
     state = model_state(job.chunks, live)
     state["optimizer"] = job.optimizer.sharded_state_dict(state, is_loading=False, metadata=live)
-    [state["rng_state"]] = rng_records.entries(capture_rng_state(job.pg), job.pg, ("per_tp_pp",))
+    [state["rng_state"]] = rng_entries.entries(capture_rng_state(job.pg), job.pg, ("per_tp_pp",))
     path = Path(root, f"iter_{iteration:07d}")
     if dist.get_rank() == 0:
         path.mkdir(parents=True)

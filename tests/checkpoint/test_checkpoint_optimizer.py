@@ -12,10 +12,10 @@ from resuming import Training, distributed, published_groups, training, whole_te
 
 import megapg
 from megapg.checkpoint import optimizer as optimizers
-from megapg.checkpoint import pieces
+from megapg.checkpoint import optimizer_pieces
+from megapg.checkpoint.can_reshard import check_reshard
 from megapg.checkpoint.optimizer import content_metadata
 from megapg.checkpoint.param_groups import fit
-from megapg.checkpoint.reshard import check_reshard
 from megapg.checkpoint.restore import restore
 from megapg.checkpoint.state import model_state
 from megapg.errors import CheckpointError, CheckpointMismatchError, UnsupportedOptionError
@@ -323,7 +323,7 @@ def save_and_resume(root, run, others, sharding="fully_reshardable"):
         return state
 
     with (
-        mock.patch.object(pieces, "can_be_cut", return_value=False),
+        mock.patch.object(optimizer_pieces, "can_be_cut", return_value=False),
         mock.patch.object(optimizers, "sharded_state", checked),
     ):
         with training(run) as job:

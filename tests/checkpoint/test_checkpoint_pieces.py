@@ -16,7 +16,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from resuming import RUN, Training, distributed, published_groups, training, whole_tensors
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from megapg.checkpoint import pieces
+from megapg.checkpoint import optimizer_pieces as pieces
 from megapg.checkpoint.contents import read_metadata
 from megapg.checkpoint.optimizer import with_groups
 from megapg.checkpoint.planning import merge_plans, shard

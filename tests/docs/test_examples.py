@@ -221,7 +221,7 @@ def test_real_ranks_example(tmp_path):
 
 def test_the_error_is_real():
     # test_bad_input.py checks this message on real ranks, here it has the README's values.
-    from megapg.rendezvous.problems import BY_NUMBER
+    from megapg.rendezvous.error_texts import BY_NUMBER
     from megapg.rendezvous.rendezvous import _mismatch
 
     came = {0: "1", 1: "2", 2: "1", 3: "1"}

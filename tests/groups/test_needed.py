@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import backends
 from megapg.communicators.backends import BACKENDS
-from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.communicator_options import CommunicatorOptions
 from megapg.communicators.needed import Recipe, communicators, families
 from megapg.layout import ParallelLayout
 

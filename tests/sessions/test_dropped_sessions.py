@@ -347,7 +347,7 @@ def test_what_is_open_when_python_ends_is_closed_too(warned):
 
 AT_EXIT = """
 import atexit, sys, threading
-from megapg.rendezvous import bounded
+from megapg.rendezvous import call_in_thread
 import megapg
 
 bounded._NONE_AT_EXIT = True

@@ -28,7 +28,7 @@ from megapg.collection import LeaseState
 from megapg.communicators import warm_up as warming
 from megapg.communicators import watch
 from megapg.communicators.backends import backend_for
-from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.communicator_options import CommunicatorOptions
 from megapg.communicators.needed import Communicator, Recipe, communicators
 from megapg.communicators.warm_up import Opened, WarmUpReport
 from megapg.errors import MegapgError, RankFailedError, RendezvousError, SessionError

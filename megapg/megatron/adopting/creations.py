@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megapg import torch_private
 from megapg.communicators.backends import backend_for
-from megapg.communicators.nccl_options import CommunicatorOptions
+from megapg.communicators.communicator_options import CommunicatorOptions
 from megapg.communicators.needed import Communicator
 from megapg.communicators.world import World
 from megapg.errors import UnsupportedOptionError

@@ -314,7 +314,7 @@ def _inspected(contents: Contents) -> dict[str, Any]:
 
 def _random_streams(contents: Contents) -> tuple[list[dict[str, Any]], str]:
     """Return the layouts of the records of random streams, and why they are unknown if they are."""
-    from megapg.checkpoint.rng_layouts import detect
+    from megapg.checkpoint.rng_keys import detect
 
     try:
         found = detect(contents.keys())

@@ -14,11 +14,11 @@ from resuming import distributed
 from streams import draw, plain
 
 import megapg
-from megapg.checkpoint import rng_records
 from megapg.checkpoint.load import load_checkpoint
-from megapg.checkpoint.rng_layouts import RngLayout, detect
-from megapg.checkpoint.rng_records import entries, record_for_this_rank
+from megapg.checkpoint.rng_entries import entries, record_for_this_rank
+from megapg.checkpoint.rng_keys import RngLayout, detect
 from megapg.checkpoint.save import save_checkpoint
+from megapg.checkpoint.team import groups_for
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import (
     BrokenCheckpointError,
@@ -34,7 +34,7 @@ from megapg.rng import (
     SHARD_STREAM,
     TENSOR_STREAM,
     capture_rng_state,
-    replicas,
+    replica_field,
     restore_rng_state,
     seed_all,
     seeded_rng_state,
@@ -212,7 +212,7 @@ def test_a_stream_is_restored_on_the_rank_that_had_it_or_is_nobodys(layout, rand
             assert streams.keys() == mine.keys()
             others = layout.members(seeded_apart(layout), rank)
             number = others.index(rank) if random_init else 0
-            writer = layout.members(replicas(layout), rank)[0]
+            writer = layout.members(replica_field(layout), rank)[0]
             if random_init:
                 writer = layout.members(seeded_apart(layout), writer)[number]
             there = layout.coordinates(writer)
@@ -272,7 +272,7 @@ def test_a_save_takes_the_ranks_that_share_out_sharded_weights_before_anything_i
         return ProcessGroupCollection.from_groups(**groups)
 
     with fake_collection(world_size=4, gtp_remat=2) as pg:
-        assert rng_records.groups_for(given(pg), "save_checkpoint")
+        assert groups_for(given(pg), "save_checkpoint")
         lacking = given(pg, but=("dp_cp_gtp_remat",))
         with pytest.raises(MissingGroupError, match=r"save_checkpoint.*dp_cp_gtp_remat"):
             save_checkpoint(tmp_path, 1, model=[], pg_collection=lacking)
@@ -280,7 +280,7 @@ def test_a_save_takes_the_ranks_that_share_out_sharded_weights_before_anything_i
             load_checkpoint(tmp_path, model=[], pg_collection=lacking)
     assert not [*tmp_path.iterdir()]
     with fake_collection(world_size=4) as pg:
-        assert rng_records.groups_for(given(pg, but=("dp_cp_gtp_remat",)), "save_checkpoint")
+        assert groups_for(given(pg, but=("dp_cp_gtp_remat",)), "save_checkpoint")
 
 
 def test_experts_of_the_last_ranks_start_afresh_and_the_reason_says_whose():

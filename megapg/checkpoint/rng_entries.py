@@ -1,7 +1,7 @@
 """Writing and restoring random streams: the choice of this rank's records in a checkpoint.
 
 A record looked up by its place only may belong to another rank: see
-:mod:`~megapg.checkpoint.rng_layouts`. Here a stream is restored on the rank that had it, or gets a
+:mod:`~megapg.checkpoint.rng_keys`. Here a stream is restored on the rank that had it, or gets a
 new seed.
 """
 
@@ -17,39 +17,21 @@ import numpy as np
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megapg.checkpoint.rng_layouts import AXES, KEY, Kind, Read, RngLayout
+from megapg.checkpoint.rng_keys import AXES, KEY, Kind, Read, RngLayout
 from megapg.collection import ProcessGroupCollection
 from megapg.errors import RngStateWarning
 from megapg.layout import Field, ParallelLayout
-from megapg.megatron.core import MegatronCollection
-from megapg.megatron.reading.resolve import require_groups, resolve
 from megapg.rng import (
     EXPERT_SHARD_STREAM,
     EXPERT_STREAM,
     SHARD_STREAM,
     RngState,
     checked,
-    replicas,
+    replica_field,
     same_device,
     seeded_rng_state,
     stream,
 )
-
-_NEEDS: tuple[Field, ...] = ("tp", "pp", "dp", "dp_cp", "ep", "expt_tp")
-
-
-def groups_for(
-    pg_collection: ProcessGroupCollection | MegatronCollection | None, owner: str
-) -> ProcessGroupCollection:
-    """Return the groups of a save or load, with all the fields that it reads.
-
-    Raises:
-        MissingGroupError, StaleGroupError, NoCollectionError: see :func:`megapg.resolve`. If
-            weights are sharded (gtp_remat), ``dp_cp_gtp_remat`` is needed too.
-    """
-    pg = require_groups(resolve(pg_collection, needs=_NEEDS, owner=owner))
-    return pg.require(replicas(pg), owner=owner)
-
 
 _OWN: Mapping[str, tuple[str, tuple[Field, ...]]] = {
     EXPERT_STREAM: ("the experts", ("ep", "expt_tp")),
@@ -150,9 +132,9 @@ def record_for_this_rank(
     No live stream is changed. The record is checked to fit the generators and the tracker here.
 
     Args:
-        layouts: the result of ``rng_layouts.detect()``; the first that fits is read.
+        layouts: the result of ``rng_keys.detect()``; the first that fits is read.
         read: loads one entry.
-        pg: the groups, from :func:`groups_for`.
+        pg: the groups, from :func:`megapg.checkpoint.team.groups_for`.
         saved: the layout of the run that saved. If None, the layout of ``pg`` is assumed.
         alike: whether the data-parallel replicas drew alike; None if the save did not note it.
         iteration: of the checkpoint; goes into fresh seeds.
@@ -203,7 +185,7 @@ class _Search:
         if replica and self._alike is False and full is None:
             return self._afresh(
                 f"{layout.key} has the record of the first data-parallel rank alone, and this one, "
-                f"{replicas(pg)} rank {self._place[2]}, drew differently"
+                f"{replica_field(pg)} rank {self._place[2]}, drew differently"
             )
         records = layout.read(self._read, self._place)
         index = self._index(len(records))
@@ -294,8 +276,8 @@ class _Search:
             return 0
         if saved is not None and (saved.dp, saved.dp * saved.cp) != (dp, dp_cp):
             return None
-        if replicas(pg) != "dp_cp":
-            return self._place[2] if count == pg.size(replicas(pg)) and dp == dp_cp else None
+        if replica_field(pg) != "dp_cp":
+            return self._place[2] if count == pg.size(replica_field(pg)) and dp == dp_cp else None
         if count == dp:
             return pg.rank("dp")
         # Megatron-Bridge's list. If the saved cp is unknown, it is taken as that of another dp.
@@ -363,7 +345,7 @@ def _taken_on(
     layout: RngLayout, grid: ParallelLayout, at: tuple[int, int, int], index: int, count: int
 ) -> Sequence[int]:
     """Return the global ranks of the saving run that a record can be from."""
-    rank, all_replicas = grid.ranks[0], replicas(grid)
+    rank, all_replicas = grid.ranks[0], replica_field(grid)
     place = at if layout.kind == "per_rank" else (*at[:2], 0)
     for axis, coordinate in zip((*AXES[:2], all_replicas), place, strict=True):
         rank = grid.members(axis, rank)[coordinate]
@@ -423,8 +405,8 @@ def _bytes(value: object) -> Iterable[bytes]:
 
 
 def _sizes(pg: ProcessGroupCollection) -> tuple[int, int, int]:
-    return pg.size("pp"), pg.size("tp"), pg.size(replicas(pg))
+    return pg.size("pp"), pg.size("tp"), pg.size(replica_field(pg))
 
 
 def _place(pg: ProcessGroupCollection) -> tuple[int, int, int]:
-    return pg.rank("pp"), pg.rank("tp"), pg.rank(replicas(pg))
+    return pg.rank("pp"), pg.rank("tp"), pg.rank(replica_field(pg))
