@@ -1,4 +1,7 @@
-"""Create and destroy communicators in torch.distributed. No other module does either."""
+"""Create and destroy communicators in torch.distributed, for sessions, joint groups and adoption.
+
+No other module of the framework does either, but for WORLD: :mod:`megapg.communicators.world`.
+"""
 
 from __future__ import annotations
 

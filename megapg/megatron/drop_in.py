@@ -16,13 +16,13 @@ from typing import Unpack, cast
 from megapg.errors import SessionError
 from megapg.megatron.arguments import MegatronArguments, session_arguments
 from megapg.megatron.core import parallel_state_module
+from megapg.megatron.marks import DROP_IN
 from megapg.megatron.publish import published
 from megapg.ownership.closing import leave
 from megapg.ownership.opening import session
 from megapg.ownership.session import Session
 
 _NAME = "parallel_state"
-_MARK = "__megapg_drop_in__"  # the open session is stored in parallel_state: megapg has no state
 
 
 def initialize_model_parallel(
@@ -49,7 +49,7 @@ def initialize_model_parallel(
         LayoutError: the sizes do not fit together, or do not fit the number of ranks.
     """
     state = vars(parallel_state_module())
-    if _MARK in state:
+    if DROP_IN in state:
         raise SessionError(
             "initialize_model_parallel(): the groups are there already. Call "
             "megapg.megatron.destroy_model_parallel() first, or open a second layout with "
@@ -64,7 +64,7 @@ def initialize_model_parallel(
         until_open.push(opened)
         showing = until_open.enter_context(contextlib.ExitStack())
         showing.enter_context(published(opened.groups))
-        state[_MARK] = _Open(opened, showing)
+        state[DROP_IN] = _Open(opened, showing)
         until_open.pop_all()
     return opened
 
@@ -139,7 +139,7 @@ class _Open:
 
 
 def _pop_open() -> _Open | None:
-    found: _Open | None = vars(parallel_state_module()).pop(_MARK, None)
+    found: _Open | None = vars(parallel_state_module()).pop(DROP_IN, None)
     return found
 
 

@@ -31,6 +31,7 @@ from megapg.layout import Field
 from megapg.megatron import missing
 from megapg.megatron.core import core_version, parallel_state_module
 from megapg.megatron.getters.memory import owners_buffer, shares_globals_buffer
+from megapg.megatron.marks import PUBLISHED
 from megapg.megatron.tables import (
     GLOO_GLOBALS,
     GROUP_LIST,
@@ -41,7 +42,7 @@ from megapg.megatron.tables import (
     VIRTUAL_PIPELINE_SIZE,
     group_globals,
 )
-from megapg.megatron.watching.changes import PUBLISHED, settle
+from megapg.megatron.watching.changes import settle
 from megapg.megatron.watching.replaced_code import calling_instead
 from megapg.megatron.watching.stack import Running, running
 from megapg.upstream.mapping import RANK_GLOBALS

@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megapg.collection import ProcessGroupCollection
 from megapg.megatron import parallel_state, published, trace_global_reads
+from megapg.megatron.marks import READS
 from megapg.megatron.reading.resolve import globals_policy, resolve
 from megapg.megatron.watching.advice import NOT_READS, NOTHING_KNOWN, replacement
-from megapg.megatron.watching.hook import HOOK, Hook, active
+from megapg.megatron.watching.hook import Hook, active
 from megapg.testing import fake_collection
 
 pytestmark = pytest.mark.contract
@@ -64,7 +65,7 @@ def test_functions_and_module_are_exactly_restored(pg):
     signatures = {name: inspect.signature(getter) for name, getter in GETTERS.items()}
     codes = {name: getter.__code__ for name, getter in GETTERS.items()}
     with published(pg), trace_global_reads():
-        assert active() is vars(parallel_state)[HOOK]
+        assert active() is vars(parallel_state)[READS]
         assert isinstance(parallel_state, types.ModuleType)
         for name, getter in GETTERS.items():
             assert getter.__code__ is not codes[name], name

@@ -367,7 +367,7 @@ def several(root):
         for number in range(6, 10):
             job.save(f"{root}/actor", number, asynchronous=True, in_flight=3)
         job.save(f"{root}/actor", 10)
-        with mock.patch("megapg.checkpoint.save.write_items", slow_at_first(me)):
+        with mock.patch("megapg.checkpoint.save_write.write_items", slow_at_first(me)):
             first = job.save(f"{root}/actor", 11, asynchronous=True, in_flight=2)
             second = job.save(f"{root}/actor", 12, asynchronous=True, in_flight=2)
             first.wait(60)

@@ -37,7 +37,7 @@ from two_layers import Layers
 
 import megapg
 from megapg.checkpoint import optimizer_pieces as pieces
-from megapg.checkpoint import save as save_module
+from megapg.checkpoint import save_write
 from megapg.checkpoint.commit import ROOT_LOCK
 from megapg.checkpoint.verify import verify
 from megapg.errors import (
@@ -426,9 +426,9 @@ def test_a_file_is_shorter_than_its_rank_wrote_it(tmp_path, content, seen):
     if content is not None:
         shard.write_bytes(content)
     with pytest.raises(CheckpointSaveError, match=f"rank 1 wrote __1_0.distcp with 5 .* {seen}"):
-        save_module._check_arrived(shard, 5, 1)
+        save_write._check_arrived(shard, 5, 1)
     shard.write_bytes(b"abcde")
-    save_module._check_arrived(shard, 5, 1)
+    save_write._check_arrived(shard, 5, 1)
 
 
 # ---- ranks that raise, do not call, or call with other arguments ---------------------------------

@@ -22,7 +22,7 @@ from resuming import RUN, Schedule, Training, distributed, published_groups, tra
 import megapg
 from megapg.checkpoint.commit import Partial
 from megapg.checkpoint.contents import read_contents
-from megapg.checkpoint.load import _RANK_EXTRA, _rank_extra
+from megapg.checkpoint.load_steps import _RANK_EXTRA, _rank_extra
 from megapg.errors import (
     BrokenCheckpointError,
     CheckpointError,
@@ -255,7 +255,7 @@ def racing(root):
         # A replacement while the ranks read the checkpoint.
         turns.clear()
         handler = OnceReading(lambda: replace_it(3))
-        logger = logging.getLogger("megapg.checkpoint.load")
+        logger = logging.getLogger("megapg.checkpoint.load_steps")
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         loaded = job.load(root)
@@ -314,7 +314,7 @@ def troubled(root):
                     then()
                 raise left.pop()
 
-            with mock.patch("megapg.checkpoint.load.read_contents", read):
+            with mock.patch("megapg.checkpoint.load_steps.read_contents", read):
                 yield
 
         for both in (
@@ -335,7 +335,7 @@ def troubled(root):
 
         started = time.monotonic()
         with (
-            mock.patch("megapg.checkpoint.load.read_contents", late),
+            mock.patch("megapg.checkpoint.load_steps.read_contents", late),
             pytest.raises(CheckpointError, match="rank 0: no sign of life for 6 s"),
         ):
             job.load(root, timeout=6)

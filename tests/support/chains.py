@@ -34,7 +34,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint import FileSystemReader
 
 import megapg
-from megapg.checkpoint.load import read_contents
+from megapg.checkpoint.contents import read_contents
 from megapg.errors import MegapgError
 from megapg.testing import run_distributed
 

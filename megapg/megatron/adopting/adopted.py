@@ -31,6 +31,7 @@ from megapg.launch.signals import NoSignals
 from megapg.megatron.adopting.creations import Recording, creations, unknown_of, why_not_anew
 from megapg.megatron.adopting.variables import NAME, Globals, collection, groups_held
 from megapg.megatron.core import installed_version, parallel_state_module
+from megapg.megatron.marks import ADOPTED
 from megapg.ownership import suspension
 from megapg.ownership.closing import close_lost
 from megapg.ownership.owner import Owner
@@ -45,7 +46,6 @@ from megapg.rendezvous.store import Store
 logger = logging.getLogger(__name__)
 
 _OWNER = f"{NAME}, adopted"
-_MARK = "__megapg_adopted__"  # the owner is stored in parallel_state: megapg has no state
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Adopted(Owner):
         self._coordinator, self._lease.generation = coordinator, self.generation
         self._state = LeaseState.LIVE
         self._given.add(self._made, self.groups, None)
-        vars(self._module)[_MARK] = self
+        vars(self._module)[ADOPTED] = self
         self._opened()
         logger.info("%s", self)
         if (leftovers := self.leftovers) and self._world.rank == 0:
@@ -403,8 +403,8 @@ class Adopted(Owner):
         self, steps: Steps, news: Callable[[], None], abort: BaseException | None, alone: bool
     ) -> dict[int, str]:
         with steps.attempted("globals"):
-            if vars(self._module).get(_MARK) is self:
-                del vars(self._module)[_MARK]
+            if vars(self._module).get(ADOPTED) is self:
+                del vars(self._module)[ADOPTED]
             self._globals.reset({group for _, group in self._made}, finish=abort is None)
         with steps.attempted("groups"):
             self._destroy(abort=abort is not None or alone)
@@ -451,7 +451,7 @@ def _leftovers(ours: Collection[ProcessGroup]) -> tuple[Leftover, ...]:
 
 
 def _refuse_owned(module: ModuleType, held: Collection[ProcessGroup]) -> None:
-    earlier = vars(module).get(_MARK)
+    earlier = vars(module).get(ADOPTED)
     if isinstance(earlier, Adopted) and earlier._world.current:
         raise SessionError(f"adopt(): the groups have an owner, {earlier!r}. Close that one first.")
     owned = set(map(communicators_of_torch.session_of, held)) - {""}

@@ -1,4 +1,7 @@
-"""Tests whether groups exist, for the collection that a function was passed."""
+"""Tests whether groups exist, for the collection that a function was passed.
+
+``megapg migrate`` writes these calls in place of Megatron's ``is_initialized()`` and its relatives.
+"""
 
 from __future__ import annotations
 

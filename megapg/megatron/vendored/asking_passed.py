@@ -1,4 +1,7 @@
-"""What ``megapg/megatron/getters/asking.py`` says, for a project without megapg."""
+"""The functions of ``megapg/megatron/getters/asking.py``, for a project without megapg.
+
+``megapg migrate --runtime vendored`` copies this as text. megapg itself never imports it.
+"""
 
 from __future__ import annotations
 

@@ -19,15 +19,12 @@ from typing import cast
 from typing_extensions import override
 
 from megapg.megatron.core import GLOBALS
+from megapg.megatron.marks import CHANGES, PUBLISHED
 from megapg.megatron.watching.replaced_code import calling_instead, twin, unwrapped
 
-_MARK = "__megapg_changes__"  # the wrappers are stored in parallel_state: megapg has no state
 _CHANGES = ("initialize_model_parallel", "destroy_model_parallel", "set_")
 # Schedules call these for each microbatch, and they name no group.
 _NO_GROUP = "virtual_pipeline"
-
-PUBLISHED = "__megapg_published__"
-"""The name in ``parallel_state`` under which the open blocks of ``published()`` live."""
 
 
 @dataclass
@@ -45,7 +42,7 @@ def report_changes(on_change: Callable[[], None] | None) -> None:
     sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _Import)]
     module = loaded()
     if module is not None:
-        watch = vars(module).setdefault(_MARK, _Watch(None, {}))
+        watch = vars(module).setdefault(CHANGES, _Watch(None, {}))
         watch.on_change = on_change
         settle(module)
     elif on_change is not None:
@@ -59,7 +56,7 @@ def loaded() -> ModuleType | None:
         return None
     # Another thread that imports the module holds a lock, and may wait for the guard's.
     importing = getattr(module.__spec__, "_initializing", False)
-    return None if importing and _MARK not in vars(module) else module
+    return None if importing and CHANGES not in vars(module) else module
 
 
 def settle(module: ModuleType) -> None:
@@ -69,7 +66,7 @@ def settle(module: ModuleType) -> None:
     calls this at its end.
     """
     state = vars(module)
-    watch: _Watch | None = state.get(_MARK)
+    watch: _Watch | None = state.get(CHANGES)
     if watch is None or PUBLISHED in state:
         return
     for function, (own, wrapper) in list(watch.wrapped.items()):
@@ -78,7 +75,7 @@ def settle(module: ModuleType) -> None:
                 function.__code__ = own
             del watch.wrapped[function]
     if watch.on_change is None:
-        del state[_MARK]
+        del state[CHANGES]
         return
     for name, value in list(state.items()):
         if name.startswith(_CHANGES) and _NO_GROUP not in name and callable(value):
@@ -91,7 +88,7 @@ def settle(module: ModuleType) -> None:
 
 def set_at(state: Mapping[str, object]) -> str:
     """Return the file and line that last changed the globals; empty if the change was not seen."""
-    watch = cast("_Watch | None", state.get(_MARK))
+    watch = cast("_Watch | None", state.get(CHANGES))
     return watch.set_at if watch is not None else ""
 
 
@@ -146,5 +143,5 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._own
         self._own.exec_module(module)
-        vars(module)[_MARK] = _Watch(None, {})  # to recognise the module as imported
+        vars(module)[CHANGES] = _Watch(None, {})  # to recognise the module as imported
         self._on_change()

@@ -16,6 +16,7 @@ from typing_extensions import override
 from megapg.collection import ProcessGroupCollection
 from megapg.layout import GroupName
 from megapg.megatron.core import globals_of_core, parallel_state_module
+from megapg.megatron.marks import ALLOWED
 from megapg.megatron.publish import innermost
 from megapg.megatron.tables import GLOO_GLOBALS, GROUP_IF_NONE, HOLDS, HYBRID_GROUPS, USED_IF
 from megapg.megatron.watching.advice import replacement
@@ -32,7 +33,6 @@ _HYBRID = ("get_hybrid_data_context_parallel_groups", HYBRID_GROUPS)
 _ENDS_IN_GROUP = ("_group", "_group_gloo", "_groups", "_GROUP", "_GROUPS")
 
 _changing = threading.Lock()
-_ALLOWED = "__megapg_allowed__"  # the open blocks are stored in parallel_state: megapg has no state
 
 
 @contextlib.contextmanager
@@ -49,14 +49,14 @@ def allow_global_reads() -> Iterator[None]:
     state = vars(parallel_state_module())
     block = running()
     with _changing:
-        state[_ALLOWED] = (*state.get(_ALLOWED, ()), block)  # replaced: other threads read it
+        state[ALLOWED] = (*state.get(ALLOWED, ()), block)  # replaced: other threads read it
     try:
         yield
     finally:
         with _changing:
-            rest = tuple(each for each in state.pop(_ALLOWED) if each is not block)
+            rest = tuple(each for each in state.pop(ALLOWED) if each is not block)
             if rest:
-                state[_ALLOWED] = rest
+                state[ALLOWED] = rest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,7 +164,7 @@ class Judge:
         nothing = held is None and not numbers and ranks_in_globals(state, field) is None
         if nothing and arguments.get("check_initialized") is not False:
             return None  # the getter raises
-        shown, allowed = innermost(state), cast("tuple[Running, ...]", state.get(_ALLOWED, ()))
+        shown, allowed = innermost(state), cast("tuple[Running, ...]", state.get(ALLOWED, ()))
         stops = allowed if shown is None else (shown[1], *allowed)
         carried = self._search.nearest(reader, field, stops)
         if carried is None or (not carried and (stops or nothing)):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, cast, get_args
 from megapg.errors import UnsupportedOptionError, WrongGroupError, WrongGroupWarning
 from megapg.launch.environment import overridden
 from megapg.megatron.core import globals_of_core
+from megapg.megatron.marks import GUARD
 from megapg.megatron.watching.changes import loaded, report_changes
 from megapg.ownership.closing import on_open_or_close, open_owners
 
@@ -25,7 +26,6 @@ GuardMode: TypeAlias = Literal["error", "warn", "off"]
 """What the guard does about a read that it refuses."""
 
 VARIABLE = "MEGAPG_GUARD"
-_MARK = "__megapg_guard__"  # the guard is stored in parallel_state: megapg has no state
 _looking = threading.RLock()
 
 
@@ -58,7 +58,7 @@ def guard(mode: GuardMode) -> Iterator[None]:
 
 def fields_that_differ() -> frozenset[str]:
     """Return the fields on which the layouts of this process differ, whatever the mode."""
-    guarding = cast("_Guard | None", globals_of_core().get(_MARK))
+    guarding = cast("_Guard | None", globals_of_core().get(GUARD))
     if guarding is not None:
         return guarding.judge.fields
     if os.environ.get(VARIABLE) != "off":
@@ -80,14 +80,14 @@ def look() -> None:
         module = loaded()
         state = {} if module is None else vars(module)
         fields = _differing() if mode != "off" and state else frozenset[str]()
-        running = cast("_Guard | None", state.get(_MARK))
+        running = cast("_Guard | None", state.get(GUARD))
         if running is not None and (not fields or running.mode != mode):
             _stop(running, state)
             running = None
         if running is not None:
             running.judge.fields = fields
         elif fields:
-            state[_MARK] = _start(fields, mode, module)
+            state[GUARD] = _start(fields, mode, module)
 
 
 def _start(fields: frozenset[str], mode: GuardMode, module: ModuleType | None) -> _Guard:
@@ -104,7 +104,7 @@ def _stop(running: _Guard, state: dict[str, object]) -> None:
     from megapg.megatron.watching.hook import detach
 
     detach(running)
-    del state[_MARK]
+    del state[GUARD]
 
 
 def _mode() -> GuardMode:

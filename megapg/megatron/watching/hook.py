@@ -1,7 +1,7 @@
 """Reports reads of Megatron's globals to listeners.
 
 All listeners share one hook: a second hook would take the reporting code of the first for the
-getters' own code. The hook is stored in ``parallel_state``, because megapg has no state. Two kinds
+getters' own code. :mod:`megapg.megatron.marks` says where the hook is stored. Two kinds
 of reads are reported:
 
 * A call of a getter. The getter runs other code with the same signature, so calls by names that
@@ -23,21 +23,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType, FunctionType, MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from typing_extensions import override
 
 from megapg.collection import ProcessGroupCollection
 from megapg.megatron.core import BRIDGE, parallel_state_module
+from megapg.megatron.marks import READS
 from megapg.megatron.watching.advice import NOT_READS
 from megapg.megatron.watching.replaced_code import calling_instead, twin, unwrapped
 from megapg.torch_private import NOT_COMPILED
-
-if TYPE_CHECKING:
-    pass
-
-HOOK = "__megapg_read__"
-"""The name in ``parallel_state`` under which the running hook lives."""
 
 _READERS = ("get_", "is_", "has_", "model_parallel_is_initialized")
 # The view of the globals is a collection.
@@ -97,7 +92,7 @@ class Hook:
         return any(function is getter for function, _ in self._getters)
 
     def install(self) -> None:
-        self._state[HOOK] = self
+        self._state[READS] = self
         try:
             for getter, _ in self._getters:
                 getter.__code__ = calling_instead(getter, self._reporter(getter))
@@ -113,7 +108,7 @@ class Hook:
             getter.__code__ = code
             for name in NOT_COMPILED:
                 vars(getter).pop(name, None)
-        del self._state[HOOK]
+        del self._state[READS]
 
     def _reporter(self, getter: FunctionType) -> Callable[[dict[str, object]], object]:
         name, original, state, tell = getter.__name__, twin(getter), self._state, self.tell
@@ -220,4 +215,4 @@ def _is_bridge(frame: FrameType) -> bool:
 def active() -> Hook | None:
     """Return the running hook, or None."""
     module = sys.modules.get("megatron.core.parallel_state")
-    return None if module is None else vars(module).get(HOOK)
+    return None if module is None else vars(module).get(READS)

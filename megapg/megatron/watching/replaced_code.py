@@ -1,7 +1,9 @@
 """Gives functions of ``parallel_state`` other code: the way to see calls by every name.
 
 Code that did ``from megatron.core.parallel_state import get_x`` holds the function itself, so a new
-value of the module's name would not reach it. The code of the function does.
+value of the module's name would not reach it. The code of the function does. The new code
+is compiled with the same parameters: with ``*args``, ``inspect.signature`` and the getters of
+:mod:`megapg.megatron.getters` could not tell which arguments this core takes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The time that a training step loses to traffic, to the bubble and to recomputation, at least."""
+"""The time that a training step loses to traffic, to the bubble and to recomputation, at least.
+
+``megapg plan --suggest`` orders layouts by it, first by the bounds of
+:mod:`megapg.tools.plan.least`, then by measured stages.
+"""
 
 from __future__ import annotations
 
