@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from megapg.rl.turns import Turn, on_session
     from megapg.rng import capture_rng_state, fork_rng, restore_rng_state, seed_all
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "CommunicatorOptions": "megapg.communicators.communicator_options",

@@ -1,6 +1,6 @@
 """The parameters of ``parallel_state``'s functions in each version of Megatron-core, 0.5 to 0.19.
 
-:mod:`megapg.upstream.expressions` chooses by it what replaces a call, for ``megapg migrate`` and the
+:mod:`megapg.upstream.expressions` chooses by it what replaces a call, for the codemod and the
 advice in traces. Versions are the minor numbers. A row maps the first version to the parameters
 from then on; :data:`GONE` means that the function was removed.
 """
