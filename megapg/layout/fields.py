@@ -301,3 +301,6 @@ TABLE: Mapping[Field, Row] = {
     ),
 }
 """Every field of a collection."""
+
+GROUP_GLOBALS: Mapping[str, Field] = {r.held_in: field for field, r in TABLE.items() if r.held_in}
+"""Private global of ``parallel_state`` -> the field whose group it holds."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megapg.collection.membership import known_ranks
 from megapg.errors import SessionError
 from megapg.layout import FIELDS
+from megapg.layout.fields import GROUP_GLOBALS
 from megapg.megatron.core import BRIDGE, parallel_state_module, parameters_of
 from megapg.megatron.reading.global_groups import GlobalGroups
 from megapg.megatron.tables import HYBRID_GROUPS
@@ -27,7 +28,7 @@ from megapg.megatron.watching.advice import COLLECTION_PARAMETER, EXPERT_FLAG, T
 from megapg.megatron.watching.forbid import is_below
 from megapg.megatron.watching.hook import Resolved, listening
 from megapg.megatron.watching.trace import empty_table
-from megapg.upstream.mapping import GROUP_GLOBALS, GROUP_PARAMETERS
+from megapg.upstream.mapping import GROUP_PARAMETERS
 
 if TYPE_CHECKING:
     from rich.table import Table

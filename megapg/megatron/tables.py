@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megapg.layout import ParallelLayout
+from megapg.layout import ParallelLayout, fields
 from megapg.layout.fields import TABLE, Row
-from megapg.upstream import mapping
 
 OLDEST_CORE = (0, 16)
 
@@ -24,7 +23,7 @@ SCHEDULE_TESTS_CLASS = (0, 17)
 # private global of parallel_state -> collection field. If several globals hold one field, it is
 # read from the first. The last three are 0.19's, without rematerialisation.
 GROUP_GLOBALS: Mapping[str, str] = {
-    **mapping.GROUP_GLOBALS,
+    **fields.GROUP_GLOBALS,
     "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "dp",
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT": "intra_dp_cp",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT": "intra_expt_dp",

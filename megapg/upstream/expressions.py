@@ -9,11 +9,11 @@ import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from megapg.layout.fields import GROUP_GLOBALS
 from megapg.upstream.mapping import (
     BY_NAME,
     FLAGS_OF_HELPERS,
     FORMS,
-    GROUP_GLOBALS,
     HELPERS,
     OF_A_SPLIT,
     OF_A_STAGE,

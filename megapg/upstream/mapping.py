@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from megapg.layout import FIELDS
-from megapg.layout.fields import TABLE
+from megapg.layout.fields import GROUP_GLOBALS, TABLE
 
 
 @dataclass(frozen=True)
@@ -317,9 +317,6 @@ REFUSED: Mapping[str, str] = {
 
 OPTIONAL_FIELDS = frozenset(f for f, row in TABLE.items() if row.may_be_none and row.getter)
 """Fields whose getter may return None."""
-
-# private global -> the field that it holds
-GROUP_GLOBALS: Mapping[str, str] = {r.held_in: f for f, r in TABLE.items() if r.held_in}
 
 # private global -> the field whose global ranks it lists
 RANK_GLOBALS: Mapping[str, str] = {r.listed_in: f for f, r in TABLE.items() if r.listed_in}

@@ -15,6 +15,7 @@ from migrate_cases import sections
 from old_core import core_folders
 
 from megapg.layout import FIELDS
+from megapg.layout.fields import GROUP_GLOBALS
 from megapg.megatron import getters, tables
 from megapg.megatron.watching import advice
 from megapg.migrate.reasons import REASONS, explain
@@ -240,7 +241,7 @@ def _calls(version: int) -> Iterator[tuple[str, dict[str, bool]]]:
 
 
 def test_the_tables_that_both_sides_have_agree() -> None:
-    for name, field in mapping.GROUP_GLOBALS.items():
+    for name, field in GROUP_GLOBALS.items():
         assert tables.GROUP_GLOBALS.get(name, field) == field
     assert set(tables.GROUP_GLOBALS) <= mapping.PRIVATE
     assert set(tables.GLOO_GLOBALS) <= mapping.PRIVATE
