@@ -72,7 +72,11 @@ class Launcher(ABC):
 
     @abstractmethod
     def launch(self, place: Place) -> Launch:
-        """Return the launch; raise a LaunchError if the address can't be known."""
+        """Return the launch; raise a LaunchError if the address can't be known.
+
+        The address is ``""`` for a single rank, which needs no port: another job on its host could
+        take it. A launcher that names nodes, not addresses, asks ``place.address_of``.
+        """
 
 
 def check_range(rank: int, world_size: int, names: Sequence[str]) -> None:

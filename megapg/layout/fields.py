@@ -4,9 +4,8 @@ Everything else that goes through the fields is derived from it: the ranks of gr
 (:mod:`megapg.layout`), which fields may be None (:mod:`megapg.collection`), the NCCL communicators
 (:mod:`megapg.communicators.lanes`), Megatron's getters and private globals
 (:mod:`megapg.megatron.tables`), and their replacements in the codemod
-(:mod:`megapg.upstream.mapping`). To add a field, add a row, and the literal names that type
-checkers need: in :mod:`megapg.layout.names` and in the two classes of :mod:`megapg.collection`. A
-test compares these, and the table of the module for vendoring, with the rows.
+(:mod:`megapg.upstream.mapping`). ARCHITECTURE.md has the
+steps that add a field.
 """
 
 from __future__ import annotations

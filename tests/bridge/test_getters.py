@@ -40,7 +40,7 @@ from megapg.megatron import (
 from megapg.megatron.core import installed_version
 from megapg.megatron.reading.global_groups import GlobalGroups
 from megapg.megatron.reading.resolve import resolve
-from megapg.megatron.tables import OLDEST_CORE
+from megapg.megatron.tables import GETTERS, OLDEST_CORE
 from megapg.testing import fake_collection
 
 pytestmark = pytest.mark.contract
@@ -109,6 +109,14 @@ ZERO_WITHOUT_RANKS = {"cp", "tp_cp", "ep", "tp_ep", "dp", "dp_cp", "intra_dp_cp"
 )
 if "with_gtp_remat" in inspect.signature(parallel_state.get_data_parallel_rank).parameters:
     ZERO_WITHOUT_RANKS |= {"dp_cp_gtp_remat", "expt_dp_gtp_remat"}
+
+
+def test_a_field_that_no_core_knows_is_missing_with_a_message(monkeypatch):
+    monkeypatch.delitem(GETTERS, "tp_cp")
+    view = GlobalGroups()
+    for ask in (view.group, view.ranks, view.rank, view.size, view.require):
+        with pytest.raises(MissingGlobalGroupError, match=r"no tp_cp .* has a getter for tp_cp"):
+            ask("tp_cp")
 
 
 def test_the_view_gives_every_missing_field_a_message():

@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from megapg.collection import Groups, ProcessGroupCollection
+from megapg.collection.mesh import Dimensions
 from megapg.layout import FIELDS, GroupName
 from megapg.layout.fields import TABLE
 from megapg.megatron.vendored import process_groups
@@ -18,6 +19,10 @@ def test_the_type_of_names_has_the_fields_of_the_table() -> None:
     assert tuple(TABLE) == FIELDS
     names = {name for part in get_args(GroupName) for name in get_args(part)}
     assert {f"gloo.{field}" for field in TABLE if field != "hcp"} <= names
+
+
+def test_the_dimensions_of_a_mesh_are_fields_of_one_group() -> None:
+    assert vars(Dimensions)["__annotations__"].keys() == TABLE.keys() - {"hcp"}
 
 
 @pytest.mark.parametrize("kind", [ProcessGroupCollection, Groups])

@@ -277,6 +277,11 @@ class GlobalGroups(ProcessGroupCollection):
 
     @override
     def _absent(self, owner: str, missing: Sequence[str]) -> str:
+        if without := [field for field in missing if field in FIELDS and field not in GETTERS]:
+            return (
+                f"{owner}: no {', '.join(missing)} among the globals: no Megatron-core has a "
+                f"getter for {', '.join(without)}. Pass pg_collection=session.groups."
+            )
         getters = ", ".join(_spelled(field) for field in missing)
         several = "pp" in missing and several_pipelines() is not None
         why = (
