@@ -20,6 +20,10 @@ OLDEST_READ = (0, 12)
 # of the core's own collection class.
 SCHEDULE_TESTS_CLASS = (0, 17)
 
+# The first version that takes vp_stage, instead of reading the virtual pipeline's rank from a
+# global, and that ignores the virtual pipeline by default.
+TAKES_VP_STAGE = (0, 13)
+
 # private global of parallel_state -> collection field. If several globals hold one field, it is
 # read from the first. The last three are 0.19's, without rematerialisation.
 GROUP_GLOBALS: Mapping[str, str] = {

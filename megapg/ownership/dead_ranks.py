@@ -47,11 +47,10 @@ def report(
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:
-    """Frames from where an error was raised outwards, then of the error that it interrupted."""
-    each: BaseException | None = error
-    while each is not None:
-        yield from reversed([frame for frame, _ in traceback.walk_tb(each.__traceback__)])
-        each = each.__context__
+    """Frames from where an error was raised outwards, then of one that a signal interrupted."""
+    yield from reversed([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
+    if isinstance(error, SignalExit) and (before := error.__context__) is not None:
+        yield from reversed([frame for frame, _ in traceback.walk_tb(before.__traceback__)])
 
 
 def _collective(frame: FrameType, groups: Sequence[tuple[Communicator, ProcessGroup]]) -> str:

@@ -13,20 +13,32 @@ from megapg.collection import ProcessGroup, ProcessGroupCollection
 from megapg.errors import UnsupportedOptionError
 from megapg.layout import GroupName
 from megapg.megatron.convert import as_collection
-from megapg.megatron.core import MegatronCollection, modules_at_hand
+from megapg.megatron.core import MegatronCollection, installed_version, modules_at_hand
 from megapg.megatron.reading.global_groups import (
     GlobalGroups,
     getter_at_hand,
+    held_now,
     several_pipelines,
     takes,
     value_in_globals,
 )
+from megapg.megatron.tables import TAKES_VP_STAGE
 
 
 def can_be_asked(name: str, arguments: Iterable[str] = ()) -> bool:
     """True if this core has the getter ``name``, and it takes these arguments."""
     getter = getter_at_hand(name)
     return getter is not None and takes(getter, arguments)
+
+
+def since_013() -> bool:
+    """True if this core, as every one from 0.13 on, is told the model chunk, and stores none."""
+    return installed_version() >= TAKES_VP_STAGE
+
+
+def counts_chunks(pg: ProcessGroupCollection) -> bool:
+    """True if questions about stages mean model chunks, unless they say otherwise."""
+    return not since_013()
 
 
 @overload
@@ -81,6 +93,11 @@ def is_the_globals(pg: ProcessGroupCollection, field: GroupName) -> bool:
 def ask(pg: ProcessGroupCollection, name: str, **arguments: object) -> object:
     """Call a getter of the globals, also for borrowed groups that are the globals' own."""
     return _view_of(pg).ask(name, **arguments)
+
+
+def is_held(name: str) -> bool:
+    """True if a private global is set. The test does not count as a read of it."""
+    return held_now(name) is not None
 
 
 def read(pg: ProcessGroupCollection, name: str) -> object:

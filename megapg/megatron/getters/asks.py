@@ -43,8 +43,3 @@ def asks(
         return cast(F, answer)
 
     return decorate
-
-
-def since_013() -> bool:
-    """True if this core, as every one from 0.13 on, is told the model chunk, and stores none."""
-    return can_be_asked("is_pipeline_first_stage", ["vp_stage"])

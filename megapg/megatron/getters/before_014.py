@@ -13,6 +13,7 @@ from megapg.collection import ProcessGroup, ProcessGroupCollection
 from megapg.megatron.getters.asking import (
     ask,
     can_be_asked,
+    is_held,
     is_the_globals,
     present_group,
     read,
@@ -131,6 +132,6 @@ def inter_partial_data_group(
     Those versions have a variable of another name for it. Otherwise as
     :func:`~megapg.megatron.getters.present_group`.
     """
-    if reads_globals(pg) and (found := read(pg, _INTER_PARTIAL)):
-        return cast("ProcessGroup", found)
+    if reads_globals(pg) and is_held(_INTER_PARTIAL):
+        return cast("ProcessGroup", read(pg, _INTER_PARTIAL))
     return present_group(pg, "inter_dist_opt", check_initialized=check_initialized)

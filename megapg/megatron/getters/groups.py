@@ -15,9 +15,10 @@ from megapg.megatron.getters.asking import (
     present_group,
     reads_globals,
     refuse_remat,
+    since_013,
     why_missing,
 )
-from megapg.megatron.getters.asks import asks, since_013
+from megapg.megatron.getters.asks import asks
 
 __all__ = [
     "MissingHybridGroupError",

@@ -9,12 +9,14 @@ from megapg.collection import ProcessGroupCollection
 from megapg.errors import LayoutError, UnknownStageError
 from megapg.megatron.getters.asking import (
     ask,
+    counts_chunks,
     is_the_globals,
     owner_of,
     read,
     reads_globals,
+    since_013,
 )
-from megapg.megatron.getters.asks import asks, since_013
+from megapg.megatron.getters.asks import asks
 
 __all__ = [
     "embedding_ranks",
@@ -63,7 +65,7 @@ def _chunk(
     vp_size: int | None = None,
 ) -> tuple[int, int] | None:
     """Return the model chunk in question and the number of chunks; None if chunks do not count."""
-    if _ignores_virtual(ignore_virtual):
+    if _ignores_virtual(pg, ignore_virtual):
         return None
     size = virtual_pipeline_size(pg) if vp_size is None else vp_size
     if size is None:
@@ -80,8 +82,8 @@ def _chunk(
     return vp_stage, size
 
 
-def _ignores_virtual(given: bool | None) -> bool:
-    return since_013() if given is None else given
+def _ignores_virtual(pg: ProcessGroupCollection, given: bool | None) -> bool:
+    return not counts_chunks(pg) if given is None else given
 
 
 @asks("is_pipeline_first_stage", why=_chunk)
@@ -178,7 +180,7 @@ def is_rank_in_embedding_group(
     """
     if pg.embd is None:
         return False
-    if _ignores_virtual(ignore_virtual):
+    if _ignores_virtual(pg, ignore_virtual):
         return True
     me, chosen = pg.ranks("embd")[pg.rank("embd")], embedding_ranks(pg)
     if me == chosen[0]:

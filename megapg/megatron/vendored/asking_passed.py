@@ -56,11 +56,27 @@ def can_be_asked(name: str, arguments: Iterable[str] = ()) -> bool:
     return getter is not None and _takes(getter, *arguments)
 
 
+def since_013() -> bool:
+    """True but for modules like Megatron-core up to 0.12, whose schedules store the model chunk."""
+    stores = can_be_asked("is_pipeline_first_stage", ["ignore_virtual"])
+    return not stores or can_be_asked("is_pipeline_first_stage", ["vp_stage"])
+
+
+def counts_chunks(pg: ProcessGroupCollection) -> bool:
+    """True if questions about stages mean model chunks: never those of a passed collection."""
+    return pg.passed is None and not since_013()
+
+
 def ask(pg: ProcessGroupCollection, name: str, **arguments: object) -> object:
     """Call a getter of the globals."""
     if pg.passed is None:
         pg._check()
     return getattr(_globals(), name)(**arguments)
+
+
+def is_held(name: str) -> bool:
+    """True if a private global is set."""
+    return getattr(_globals(), name, None) is not None
 
 
 def read(pg: ProcessGroupCollection, name: str) -> object:
