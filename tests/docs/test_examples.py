@@ -221,11 +221,11 @@ def test_real_ranks_example(tmp_path):
 
 def test_the_error_is_real():
     # test_bad_input.py checks this message on real ranks, here it has the README's values.
+    from megapg.rendezvous.different_settings import text_of
     from megapg.rendezvous.error_texts import BY_NUMBER
-    from megapg.rendezvous.rendezvous import _mismatch
 
     came = {0: "1", 1: "2", 2: "1", 3: "1"}
-    error = _mismatch("default", {"tp": came, "expt_tp": came}, BY_NUMBER)
+    error = text_of("default", {"tp": came, "expt_tp": came}, BY_NUMBER)
     assert f"LayoutMismatchError: {error}" in README
 
 

@@ -350,7 +350,7 @@ import atexit, sys, threading
 from megapg.rendezvous import call_in_thread
 import megapg
 
-bounded._NONE_AT_EXIT = True
+call_in_thread._NONE_AT_EXIT = True
 session = megapg.session(timeout=60, backend="gloo")
 if session.rank == 0:
     try:

@@ -23,13 +23,12 @@ import megapg
 from megapg import torch_private
 from megapg.megatron import published
 from megapg.testing import (
-    Collective,
-    Traffic,
     count_traffic,
     fake_collection,
     megatron_on_cpu,
     run_distributed,
 )
+from megapg.testing.traffic import Collective, Traffic
 
 pytestmark = [pytest.mark.torch, pytest.mark.contract]
 
