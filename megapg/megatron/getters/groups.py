@@ -245,7 +245,10 @@ def remat_rank(pg: ProcessGroupCollection, field: GroupName) -> int:
 
 
 def remat_size(pg: ProcessGroupCollection, field: GroupName) -> int:
-    """Return the same two's ``..._world_size()``; see :func:`remat_rank`."""
+    """Return the number of ranks, likewise.
+
+    For ``get_gtp_weight_remat_world_size()`` and ``get_expert_gtp_weight_remat_world_size()``.
+    """
     return pg.size(field) if _counts_remat(pg, field) else 0
 
 
