@@ -72,7 +72,7 @@ class Asked:
     optimizer: MegatronOptimizer | None
     scheduler: Stateful | None
     pg: ProcessGroupCollection
-    shown: ProcessGroupCollection | None  # to what asks the globals; None if no groups were passed
+    shown: ProcessGroupCollection | None  # published to the model; None if no groups were passed
     strict: bool
     verify: bool | None
     weights_only: bool
@@ -97,14 +97,14 @@ class Asked:
 class Load:
     """One attempt to load, as the steps of a protocol, most of which end where all ranks meet.
 
-    In brackets, the topic under which the ranks hear of each other.
+    Brackets have the topics of the meetings.
 
     1. Before this object: the ranks compare their arguments.
     2. :meth:`choose`: the leader names the checkpoint, and all read its contents (``directory``).
-    3. :meth:`check`: optimizer, model and scheduler can take what was saved (``model``).
-    4. :meth:`ask_the_optimizer`: it says what it needs, perhaps with collectives of its own.
-    5. :meth:`fit`: keys and shapes fit on every rank, and no rank misses a key that another one
-       reads (``fits``, ``unexpected``).
+    3. :meth:`check`: the saved state fits optimizer, model and scheduler (``model``).
+    4. :meth:`ask_the_optimizer`: the optimizer names its state, perhaps with collectives.
+    5. :meth:`fit`: keys and shapes fit on every rank, and the leader lists the saved keys that no
+       rank reads (``fits``, ``unexpected``).
     6. :meth:`read`: tensors are read, and the weights change (``read``).
     7. :meth:`apply`: optimizer, scheduler and random streams take their state (``loaded``).
 
@@ -135,7 +135,7 @@ class Load:
         self._whole = not (asked.weights_only or self.release)
 
     def check(self) -> None:
-        """Check that optimizer, model and scheduler can take what was saved."""
+        """Check that the saved state fits optimizer, model and scheduler."""
         asked, contents = self._asked, self.contents
         self._layout = layout_of(asked.pg)
         self._restored = asked.optimizer if asked.load_optimizer and self._whole else None
@@ -156,7 +156,7 @@ class Load:
         self._team.agree("model")
 
     def ask_the_optimizer(self) -> None:
-        """Add what the optimizer needs to the state. It may have collectives of its own."""
+        """Add the optimizer's part to the state. The optimizer may run collectives."""
         if self._restored is not None:
             with exchanging("the optimizer's state", self._team), showing(self._asked.shown):
                 self._state["optimizer"] = optimizers.wanted_state(

@@ -1,9 +1,9 @@
 """Saving a checkpoint: :func:`save_checkpoint`.
 
-A save has two halves. :class:`~megapg.checkpoint.save_state.SaveState` gathers what to save, with
-collectives. :class:`~megapg.checkpoint.save_write.Write` has none, and may run in the background:
-the ranks hear of each other over the store, and a rank that dies leaves no other rank hanging.
-Both have their steps in order.
+A save has two halves. :class:`~megapg.checkpoint.save_state.SaveState` gathers the state, with
+collectives. :class:`~megapg.checkpoint.save_write.Write` writes it, and may run in the background.
+The ranks then communicate over the store, so a rank that dies leaves no other rank hanging. The
+docstrings of the two classes list the steps.
 """
 
 from __future__ import annotations

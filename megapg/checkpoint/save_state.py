@@ -68,7 +68,7 @@ class Asked:
     optimizer: MegatronOptimizer | None
     scheduler: Stateful | None
     pg: ProcessGroupCollection
-    shown: ProcessGroupCollection | None  # to what asks the globals; None if no groups were passed
+    shown: ProcessGroupCollection | None  # published to the model; None if no groups were passed
     args: Namespace | Mapping[str, object] | None
     extra: Mapping[str, object]
     rank_extra: object
@@ -85,7 +85,7 @@ class Asked:
 
     @property
     def title(self) -> str:
-        """What is done, for errors."""
+        """The title of the save, for errors."""
         which = "a release" if self.release else f"iteration {self.iteration}"
         return f"saving {which} to {self.root}"
 
@@ -122,10 +122,10 @@ class Asked:
 
 
 class SaveState:
-    """What one rank saves, as the steps of a protocol that end where all ranks meet.
+    """The state of one rank, gathered in the steps of a protocol. Each step ends with a meeting.
 
-    In brackets, the topic under which the ranks hear of each other. They wait there only if a
-    collective follows: a rank that fails near one leaves the others in it.
+    Brackets have the topics of the meetings. The ranks wait in a meeting only if a collective
+    follows: a rank that fails near a collective leaves the others in it.
 
     1. Before this object: the ranks compare their arguments.
     2. :meth:`check`: arguments and weights are checked (``arguments``).

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Report:
-    """What a rank tells the leader after it has written."""
+    """The report of a rank to the leader after it has written."""
 
     plan: list[WriteItem]
     places: list[StorageInfo]
@@ -59,9 +59,9 @@ class _Report:
 class Write:
     """One rank's part of the writing, as the steps of a protocol. It has no collectives.
 
-    In brackets, the topic under which the ranks hear of each other.
+    Brackets have the topics of the meetings.
 
-    6. The leader makes a hidden directory, and the others hear of it (``directory``).
+    6. The leader makes a hidden directory, and announces it (``directory``).
     7. Every rank writes and syncs its own files there, and reports them (``written``).
     8. The leader adds the files that exist once: metadata, common state, manifest.
     9. When older saves have ended, it gives the directory its final name and writes the tracker

@@ -4,8 +4,7 @@ Everything else that goes through the fields is derived from it: the ranks of gr
 (:mod:`megapg.layout`), which fields may be None (:mod:`megapg.collection`), the NCCL communicators
 (:mod:`megapg.communicators.lanes`), Megatron's getters and private globals
 (:mod:`megapg.megatron.tables`), and their replacements in the codemod
-(:mod:`megapg.upstream.mapping`). ARCHITECTURE.md has the
-steps that add a field.
+(:mod:`megapg.upstream.mapping`). ARCHITECTURE.md has the steps that add a field.
 """
 
 from __future__ import annotations

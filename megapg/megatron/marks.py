@@ -1,6 +1,6 @@
-"""Where megapg keeps what belongs to the globals: under these names, in ``parallel_state`` itself.
+"""The names under which megapg keeps the state of the globals, in ``parallel_state`` itself.
 
-So it lives as long as the globals do, is found by every thread, and starts anew with a reload of
+This state lives as long as the globals do, serves every thread, and starts anew with a reload of
 the module. No module of megapg has a variable for it.
 """
 

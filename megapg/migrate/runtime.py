@@ -4,9 +4,9 @@ A file imports the module of its outermost package as it imports others of that 
 or relatively. A script takes the module of a package that it imports, or in the project's root a
 module next to it.
 
-The vendored module holds copies of the functions that are used. The getters' bodies are those of
-``megapg/megatron/getters``, and ``megapg/megatron/vendored`` has what they ask. Its first line has
-a checksum of the rest, which shows later edits. Formatters keep the checksum.
+The vendored module holds copies of the functions that are used. The bodies of getters come
+from ``megapg/megatron/getters``, the rest from ``megapg/megatron/vendored``. Its first line has a
+checksum of the rest, which shows later edits. Formatters keep the checksum.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def _templates() -> tuple[str, Mapping[str, str], Mapping[str, _Definition]]:
 
 
 def _definition(node: ast.stmt, lines: list[str], is_getter: bool) -> _Definition:
-    """A function, a class or the assignment of a constant. Of a getter's docstring, the summary."""
+    """A function, a class or a constant. A getter keeps one line of its docstring."""
     first = node.lineno - 1
     while lines[first - 1].startswith(("#", "@")):
         first -= 1

@@ -8,8 +8,9 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -219,3 +220,18 @@ def test_every_getter_that_is_written_is_there() -> None:
     assert {name for name in getters.__all__ if name not in own} <= set(EVERYTHING)
     assert importlib.util.find_spec("megatron.core") is not None
     assert copied().__doc__
+
+
+def test_stages_of_a_module_without_virtual_pipelines() -> None:
+    """A fork's module may know stages, and no model chunks."""
+    own = ModuleType("fork_mpu")
+    vars(own).update(
+        is_pipeline_first_stage=lambda: "asked", get_pipeline_model_parallel_group=lambda: None
+    )
+    copy = ModuleType("fork_groups")
+    with mock.patch.dict(sys.modules, {"fork_mpu": own, "fork_groups": copy}):
+        exec(text_of(["is_pipeline_first_stage", "hierarchical_groups"], "fork_mpu"), vars(copy))
+        passed = copy.resolve(Core(pp=Group(), hcp=None))
+        assert copy.is_pipeline_first_stage(passed) is False  # rank 1
+        assert copy.hierarchical_groups(passed, check_initialized=False) is None
+        assert copy.is_pipeline_first_stage(copy.resolve()) == "asked"

@@ -102,6 +102,22 @@ def test_a_signal_just_after_an_error_takes_no_step_of_closing_away():
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_signal_after_a_failed_collective_names_the_collective():
+    session = megapg.session(handle_signals=True)
+    with pytest.raises(SignalExit) as stopped, session:
+        fail_and_be_stopped(session)
+    assert any("in all_reduce on tp" in note for note in stopped.value.__notes__)
+
+
+def fail_and_be_stopped(session):
+    try:
+        complex_one = torch.ones(1, dtype=torch.complex64)
+        dist.all_reduce(complex_one, dist.ReduceOp.MAX, group=session.groups.tp)
+    except ValueError:
+        kill(signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_background_save_is_called_off(tmp_path):
     called_off = threading.Event()
 

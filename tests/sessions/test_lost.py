@@ -100,7 +100,7 @@ def stand_apart() -> str:
 def wait_for_one_in_another_group(session: megapg.Session) -> None:
     """Rank 0 waits for 1, 1 for 3, 3 for 2 and 2 for 0, from the same moment.
 
-    gloo connects a group at its first collective, and waits 15 s for that, not 3.
+    The first collectives connect the groups: gloo waits 15 s for a connection, not 3.
     """
     for each in (session.groups.tp, session.groups.pp):
         dist.all_reduce(torch.ones(1), group=each)

@@ -10,9 +10,9 @@ the module at the time of the call. If this Megatron-core has no such getter, th
 from the fields. A ``MissingGroupError`` about the globals is also an ``AssertionError``, like those
 of their getters.
 
-``megapg migrate --runtime vendored`` copies the functions as text into projects without megapg. So
-their bodies run on Python 3.8, and of megapg they call only ``asking.py``, which has a second form
-in ``megapg/megatron/vendored``. :func:`memory_buffer` alone has two bodies: a session holds its
+``megapg migrate --runtime vendored`` copies the functions as text into projects without megapg. The
+bodies must run on Python 3.8, and may call only ``asking.py`` of megapg. That module has a second
+form in ``megapg/megatron/vendored``. Only :func:`memory_buffer` has two bodies: a session holds its
 buffer, and a collection of Megatron-core has no place for one.
 """
 

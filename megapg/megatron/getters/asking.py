@@ -32,7 +32,7 @@ def can_be_asked(name: str, arguments: Iterable[str] = ()) -> bool:
 
 
 def since_013() -> bool:
-    """True if this core, as every one from 0.13 on, is told the model chunk, and stores none."""
+    """True if callers of this core pass the model chunk. Up to 0.12 the core stored it."""
     return installed_version() >= TAKES_VP_STAGE
 
 
@@ -80,14 +80,14 @@ def reads_globals(pg: ProcessGroupCollection) -> bool:
     return isinstance(pg, GlobalGroups)
 
 
-def is_of_globals(pg: ProcessGroupCollection, field: GroupName) -> bool:
-    """True if a group is the very one in the globals. The test does not count as a read of them."""
-    return getattr(pg, field, pg) is value_in_globals(field)
-
-
 def is_the_globals(pg: ProcessGroupCollection, field: GroupName) -> bool:
-    """True if the globals know more about a group than the collection does."""
-    return reads_globals(pg) or (pg.layout is None and is_of_globals(pg, field))
+    """True if a group is the very one in the globals, which know more about it.
+
+    The test does not count as a read of the globals.
+    """
+    if reads_globals(pg):
+        return True
+    return pg.layout is None and getattr(pg, field, pg) is value_in_globals(field)
 
 
 def ask(pg: ProcessGroupCollection, name: str, **arguments: object) -> object:
@@ -163,5 +163,5 @@ def owner_of(pg: ProcessGroupCollection) -> str:
 
 
 def core_is_imported() -> bool:
-    """True if Megatron-core is imported. If it is not, nobody has initialised it."""
+    """True if Megatron-core is imported, and so may be initialised."""
     return bool(modules_at_hand())

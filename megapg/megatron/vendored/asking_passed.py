@@ -114,9 +114,8 @@ def extra_group(pg: ProcessGroupCollection, name: str, of: str = "") -> Any:
 
 def why_missing(pg: ProcessGroupCollection, name: str) -> str:
     """Return the text of the error for a group that no field holds."""
-    return (
-        f"there is no group {name} in {'the globals' if pg.passed is None else 'what was passed'}."
-    )
+    asked = "the globals" if pg.passed is None else "the collection that was passed"
+    return f"there is no group {name} in {asked}."
 
 
 def holder_of(pg_collection: object) -> ProcessGroupCollection:
@@ -127,7 +126,7 @@ def holder_of(pg_collection: object) -> ProcessGroupCollection:
 
 
 def are_live(pg: ProcessGroupCollection) -> bool:
-    """True: nobody tells a collection of Megatron-core when its groups end."""
+    """True if a collection was passed. Megatron-core's does not know when its groups end."""
     return pg.passed is not None
 
 
@@ -137,7 +136,7 @@ def owner_of(pg: ProcessGroupCollection) -> str:
 
 
 def core_is_imported() -> bool:
-    """True if Megatron-core is imported. If it is not, nobody has initialised it."""
+    """True if Megatron-core is imported, and so may be initialised."""
     return "megatron.core" in sys.modules
 
 
